@@ -156,13 +156,15 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def quantize(tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None) -> Quantized:
-    """Cast the local part of a tensor to one copy; see :func:`cast_copies`."""
-    (quantized,) = cast_copies(tensor, CastPlan((scheme,)), local)
+def cast_local(
+    tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None
+) -> Quantized:
+    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`."""
+    (quantized,) = cast_local_copies(tensor, CastPlan((scheme,)), local)
     return quantized
 
 
-def cast_copies(
+def cast_local_copies(
     tensor: torch.Tensor,
     plan: CastPlan,
     local: torch.Tensor | None = None,
@@ -185,7 +187,7 @@ def cast_copies(
         copies: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            copies.update(zip(places, cast_copies(tensor, part, local), strict=True))
+            copies.update(zip(places, cast_local_copies(tensor, part, local), strict=True))
         return [copies[n] for n in range(len(plan.of))]
     start, statistics = common_start(schemes, layout), None
     if reduces:
@@ -221,7 +223,7 @@ def as_copies(
     copies = []
     for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
         scheme = plan.schemes[i]
-        position = () if layout is None else (scheme.start(layout), scheme.is_cut(layout))
+        position = () if layout is None else (scheme.start(layout), scheme.splits_blocks(layout))
         # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
         copies.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
     return copies
@@ -250,7 +252,7 @@ class _CastToFloat8(torch.autograd.Function):
             local = local_tensor(tensor)
             one = (local.new_ones((), dtype=torch.float32),)
             return as_float8_of(tensor, Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype)))
-        return as_float8_of(tensor, quantize(tensor, scheme))
+        return as_float8_of(tensor, cast_local(tensor, scheme))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

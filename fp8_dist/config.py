@@ -56,7 +56,7 @@ class ScalingGranularity(enum.Enum):
 
 
 ScaleFormat = Literal["ue8m0", "fp32"]
-Source = Literal["master", "bf16"]
+WeightSource = Literal["master", "bf16"]
 ScaleRule = Literal["ceil", "even", "floor"]
 Format = Literal["e4m3", "mxfp4"]
 
@@ -149,7 +149,7 @@ class CastConfig:
     block_size: tuple[int, int] | None = None
     scale_rule: ScaleRule | None = None
     scale_format: ScaleFormat = "ue8m0"
-    source: Source = "master"
+    source: WeightSource = "master"
     format: Format = "e4m3"
 
     def __post_init__(self) -> None:
@@ -376,7 +376,7 @@ class Float8LinearConfig:
         recipe_name: "Float8LinearRecipeName | str",
         *,
         scale_format: ScaleFormat = "ue8m0",
-        weight_source: Source = "master",
+        weight_source: WeightSource = "master",
         weight_format: Format = "e4m3",
         **fields: Any,
     ) -> "Float8LinearConfig":

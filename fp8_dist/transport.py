@@ -20,7 +20,14 @@ from fp8_dist.kernels.encoding import (
     pack_rows,
     sum_of_rows,
 )
-from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    has_strided_placements,
+    local_tensor,
+    redistributed,
+    sharded_dim,
+)
 from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.
@@ -94,7 +101,7 @@ def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torc
     return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
 
 
-def sum_of(
+def sum_decoded(
     wire: torch.Tensor,
     runs: Sequence[Part],
     dtype: torch.dtype,
@@ -175,7 +182,7 @@ def all_reduce(
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
     runs = runs_of(shares)
     received = exchanged(x_of_ranks, runs, group)
-    total = sum_of(received, runs, x.dtype, x_of_ranks[rank], rank)
+    total = sum_decoded(received, runs, x.dtype, x_of_ranks[rank], rank)
     sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in shares)
     runs = runs_of(sum_parts)
     wire = encode(total.div_(divisor), runs, x.dtype)
@@ -216,7 +223,7 @@ def start_reduction(
     """
     may_encode = transport is not None and tensor.device_mesh.size() > 1 and tensor.numel() > 0
     is_sum = may_encode and tensor.placements[0] == Partial() and not placements[0].is_partial()
-    if not is_sum or has_pieces(placements):
+    if not is_sum or has_strided_placements(placements):
         return redistributed(tensor, placements)
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
     mesh, local = tensor.device_mesh, local_tensor(tensor)
@@ -241,7 +248,7 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
     if isinstance(started, DTensor):
         return started
     received, local, runs, rank, layout = started
-    total = sum_of(funcol.wait_tensor(received), runs, local.dtype, local, rank)
+    total = sum_decoded(funcol.wait_tensor(received), runs, local.dtype, local, rank)
     dim = sharded_dim(layout.placements[0], len(layout.shape))
     if dim is None:
         wire = _gathered(encode(total, runs, local.dtype), layout.mesh.get_group())

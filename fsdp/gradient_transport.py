@@ -53,7 +53,7 @@ from fp8_dist.transport import (
     encode,
     exchanged,
     runs_of,
-    sum_of,
+    sum_decoded,
 )
 
 Transport = Literal["float8", "bf16", "fp32"]
@@ -202,7 +202,7 @@ class EncodedReduction:
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
         start = self._accumulated(rows) if self.is_final and fsdp_sums(self.group) else None
-        total = sum_of(received, runs, rows.dtype, start)
+        total = sum_decoded(received, runs, rows.dtype, start)
         output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
 
     def _check_modules(self, numbers: torch.Tensor) -> None:

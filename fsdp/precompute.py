@@ -27,7 +27,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.agreement import check_layers, needs_comparison
 from fp8_dist.linear.module import float8_layers
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, note_made
+from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -157,7 +157,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}
     _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
-    note_made(chosen.values())
+    mark_scales_ready(chosen.values())
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:

@@ -17,7 +17,7 @@ from fp8_dist.linear.optimizer_steps import (
     hooked_optimizers,
     updated_by,
 )
-from fp8_dist.linear.weights import float8_weights, note_made, weights_of_model
+from fp8_dist.linear.weights import float8_weights, mark_scales_ready, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import disabled_in_graphs
 
@@ -107,7 +107,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         is_unused = reduced[-weights:] < 0
         reduced[-2 * weights : -weights].masked_fill_(is_unused, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
-    note_made(layer.float8_weight for layer in layers)
+    mark_scales_ready(layer.float8_weight for layer in layers)
 
 
 def _recorded(

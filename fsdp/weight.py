@@ -51,7 +51,7 @@ class _Metadata(NamedTuple):
     scheme: Scheme
     scales: Scales  # of the unsharded weight, except for the gathered levels
     start: Start
-    is_cut: bool
+    splits_blocks: bool
     size: torch.Size
     gathered: tuple[int, ...]  # the levels whose scales are gathered too
     is_packed: bool
@@ -108,7 +108,7 @@ class Float8AllGatherWeight(KnownWeight):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, is_cut, size, gathered, is_packed = metadata
+        scheme, known, start, splits_blocks, size, gathered, is_packed = metadata
         scales, shapes = list(known), scheme.scale_shapes(size, start)
         for i, scale in zip(gathered, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
@@ -129,7 +129,7 @@ class Float8AllGatherWeight(KnownWeight):
             _unpack(data, qdata, scheme)
         else:
             qdata = unpadded(data, scheme.dtype, size)
-        weight = Quantized(qdata, tuple(scales), scheme, start, is_cut)
+        weight = Quantized(qdata, tuple(scales), scheme, start, splits_blocks)
         return Float8Tensor.of(weight, param_dtype), (qdata,) if is_packed else ()
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import Facts
-from fp8_dist.mesh import Layout, check_axis, own_pieces, taken
+from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
 from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, fused_layers, matched
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
@@ -324,7 +324,7 @@ def _part(whole: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> torch.Ten
     """This rank's part along the first dim of another size than in ``shape``, if there is one."""
     for dim, (size, other) in enumerate(zip(whole.shape, shape, strict=False)):
         if size != other:
-            return taken(whole, own_pieces(Layout(mesh, (Shard(dim),), whole.shape)))
+            return taken(whole, local_pieces(Layout(mesh, (Shard(dim),), whole.shape)))
     return whole
 
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from fp8_dist.linear.weights import hold_known, weights_of
+from fp8_dist.linear.weights import attach_statistics, weights_of
 from fp8_dist.mesh import sharded_dim
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
@@ -59,7 +59,7 @@ class _ExpertsStyle(CheckedStyle):
         for weight in weights_of(module).values():
             if (stored := weight.stored()) and not isinstance(stored.scales, DTensor):
                 weight.place_scales(stored.scales, device_mesh)
-        hold_known(weights_of(module).values())
+        attach_statistics(weights_of(module).values())
         return module
 
 

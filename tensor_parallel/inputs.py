@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from fp8_dist.cast import as_float8_of, quantize
+from fp8_dist.cast import as_float8_of, cast_local
 from fp8_dist.device import autocast
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import Gradients, differentiable_once
@@ -167,7 +167,7 @@ class _CastInput(torch.autograd.Function):
         if history is not None:
             (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
         else:
-            quantized = quantize(input, scheme)
+            quantized = cast_local(input, scheme)
         prepared = as_float8_of(input, quantized)
         if is_observed():
             local_tensor(prepared).origin = Origin(input.detach(), quantized)  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.weights import hold_known
+from fp8_dist.linear.weights import attach_statistics
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.text import kind_of
@@ -92,7 +92,7 @@ def declare_placements(
     layer.local_placements = LocalPlacements(mesh, weight, input)
     layer.output_placements = (output,)
     layer.reduce_transport = reduce_transport
-    hold_known([layer.float8_weight])
+    attach_statistics([layer.float8_weight])
     return layer
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist.linear.agreement import check_placed
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.weights import float8_modules, float8_weights, hold_known
+from fp8_dist.linear.weights import attach_statistics, float8_modules, float8_weights
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_transport
@@ -132,7 +132,7 @@ class _Float8LinearStyle(CheckedStyle):
         self._partition_linear_fn(name, module, mesh)  # type: ignore[attr-defined]  # torch's style
         if scales is not None:
             weight.place_scales(scales, mesh)
-        hold_known([weight])
+        attach_statistics([weight])
 
 
 class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):

@@ -34,7 +34,7 @@ from fp8_dist.debug.slots import Patterns, Slot, matching
 from fp8_dist.debug.statistics import StepObserver
 from fp8_dist.kernels import fp32_scales
 from fp8_dist.linear.observing import Casts, Owner, Product, Source
-from fp8_dist.mesh import Layout, own_pieces, own_rank
+from fp8_dist.mesh import Layout, local_pieces, this_rank
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
@@ -82,7 +82,7 @@ class Recorder(StepObserver):
         self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
         self._written = Counter[int]()  # recordings of each step
         # Read now, because the process group may be gone when the program ends.
-        self._rank = own_rank()
+        self._rank = this_rank()
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._left, self._undo = MOST, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
@@ -350,7 +350,7 @@ def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
     pieces = [[[0, n]] for n in shape]
     if layout is not None:
         ranks, global_shape = layout.mesh.mesh.flatten().tolist(), [*layout.shape]
-        local_pieces = [[[*piece] for piece in dim] for dim in own_pieces(layout)]
+        local_pieces = [[[*piece] for piece in dim] for dim in local_pieces(layout)]
         if len(global_shape) > len(shape):  # it was cast again by rows: a matrix, with all rows
             global_shape, local_pieces = [shape[0], global_shape[-1]], [pieces[0], local_pieces[-1]]
         shape, pieces = global_shape, local_pieces

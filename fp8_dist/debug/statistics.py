@@ -42,7 +42,7 @@ from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Observer, Owner, Source, observed_by
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_by_layer
-from fp8_dist.mesh import GroupNames, make_group, own_rank
+from fp8_dist.mesh import GroupNames, make_group, this_rank
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import resolve_process_group
 
@@ -149,7 +149,7 @@ class Float8Stats(StepObserver):
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
         if owner in self._owners:
-            all_measures = measure_casts(source.product(), [*lows.values()], own_rank())
+            all_measures = measure_casts(source.product(), [*lows.values()], this_rank())
             for gemms, measures in zip(lows, all_measures, strict=True):
                 self._add((owner, operand, gemms), measures)
 

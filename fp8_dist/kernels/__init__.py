@@ -64,7 +64,7 @@ from fp8_dist.kernels.quantization import (
 )
 from fp8_dist.kernels.scale import (
     amax as amax,
-    amax_of_each as amax_of_each,
+    amax_of_tensors as amax_of_tensors,
     amaxes as amaxes,
     fusible_amax as fusible_amax,
     magnitudes as magnitudes,

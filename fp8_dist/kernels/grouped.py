@@ -43,13 +43,13 @@ class Groups:
     Attributes:
         on_host: the number of rows of each group, int64 ``[E]``, on the host.
         sizes: the same, on the device.
-        of_row: the group of each row, int64 ``[R]``.
+        group_of_row: the group of each row, int64 ``[R]``.
         ends: the end of each group's rows, int32 ``[E]``.
     """
 
     on_host: Tensor
     sizes: Tensor
-    of_row: Tensor
+    group_of_row: Tensor
     ends: Tensor
     _padded: dict[int, Padded] = field(default_factory=dict)
 
@@ -82,7 +82,9 @@ class Groups:
 
     def _pad(self, multiple: int) -> Padded:
         if self.is_aligned(multiple):
-            return Padded(torch.arange(len(self.of_row), device=self.of_row.device), self.ends)
+            return Padded(
+                torch.arange(len(self.group_of_row), device=self.group_of_row.device), self.ends
+            )
         more = self.sizes.neg() % multiple
         sizes = self.sizes + more
         group = _group_of_each(sizes, sum(n + -n % multiple for n in self.counts))

@@ -95,12 +95,12 @@ def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
 
 
 @custom_op(
-    "amax_of_each(Tensor first, Tensor[] others, bool by_row=False) -> Tensor",
+    "amax_of_tensors(Tensor first, Tensor[] others, bool by_row=False) -> Tensor",
     fake=lambda first, others, by_row=False: first.new_empty(
         sum(math.prod(x.shape[:-1]) if by_row else 1 for x in (first, *others)), dtype=torch.float32
     ),
 )
-def amax_of_each(
+def amax_of_tensors(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
     """Compute :func:`amax` for each of many local tensors on one device.

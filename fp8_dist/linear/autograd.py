@@ -100,7 +100,7 @@ class OperandSpec(NamedTuple):
     places: Sequence[int]  # the indices of its tensors in a flat list
     scheme: Scheme | None = None  # None for an operand in high precision
     start: Start = (0, 0)
-    is_cut: bool = False
+    splits_blocks: bool = False
 
     def tensors(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [flat[i] for i in self.places]
@@ -109,12 +109,12 @@ class OperandSpec(NamedTuple):
         first, *scales = self.tensors(flat)
         if self.scheme is None:
             return first
-        return Quantized(first, tuple(scales), self.scheme, self.start, self.is_cut)
+        return Quantized(first, tuple(scales), self.scheme, self.start, self.splits_blocks)
 
     def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
         """Return the planned cast of a weight."""
         assert self.scheme is not None
-        return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.is_cut)
+        return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.splits_blocks)
 
 
 _Specs = tuple[OperandSpec | None, ...]

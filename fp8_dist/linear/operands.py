@@ -15,14 +15,21 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from fp8_dist.cast import Copies, as_float8_of, cast_copies
+from fp8_dist.cast import Copies, as_float8_of, cast_local_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.observing import Owner, Source, is_observed, observe, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.mesh import Layout, Placements, has_pieces, local_tensor, redistributed, sharded_dim
+from fp8_dist.mesh import (
+    Layout,
+    Placements,
+    has_strided_placements,
+    local_tensor,
+    redistributed,
+    sharded_dim,
+)
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics, cast
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
@@ -60,7 +67,7 @@ class Recast(NamedTuple):
     statistics: Statistics
     scheme: Scheme
     start: Start
-    is_cut: bool
+    splits_blocks: bool
 
     def cast(self, local: torch.Tensor, after: torch.Tensor | None = None) -> Quantized:
         """Cast the local weight; ``after``: as in :func:`fp8_dist.scaling.cast`."""
@@ -69,7 +76,7 @@ class Recast(NamedTuple):
         else:
             plan = CastPlan((self.scheme,))
             (scales,), (qdata,) = cast(local, plan, [self.statistics], self.start, depends_on=after)
-        return Quantized(qdata, scales, self.scheme, self.start, self.is_cut)
+        return Quantized(qdata, scales, self.scheme, self.start, self.splits_blocks)
 
 
 class WeightCasts(NamedTuple):
@@ -114,7 +121,11 @@ def scheme_of_move(
     """
     first = schemes[0]
     # Shards that consist of several pieces are not redistributed as float8.
-    if first is None or has_pieces(placements) or any(scheme != first for scheme in schemes):
+    if (
+        first is None
+        or has_strided_placements(placements)
+        or any(scheme != first for scheme in schemes)
+    ):
         return None
     pairs = zip(placements, target or (), strict=True)
     changed = [sharded_dim(now, ndim) for now, needed in pairs if now != needed]
@@ -145,7 +156,7 @@ def checked_scheme_of_move(
 
 def reason_to_move_high(scheme: Scheme, placements: Placements | None, ndim: int) -> str:
     """The reason why an operand does not move in float8 with this scheme, and what to do."""
-    if has_pieces(placements):
+    if has_strided_placements(placements):
         return (
             "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
             "Replicate first"
@@ -247,7 +258,7 @@ def _cast_operand(
     elif is_input and not isinstance(tensor, DTensor):
         copies = cast_input(tensor, plan)
     else:
-        copies = cast_copies(matrix, plan)
+        copies = cast_local_copies(matrix, plan)
     if is_observed():
         source = Source(local_tensor(matrix), Layout.of(matrix))
         observe(spec.owner, operand, source, copies, is_input)
@@ -258,11 +269,11 @@ def cast_input(x: torch.Tensor, plan: CastPlan) -> Copies:
     """Cast a plain input as a matrix, or return the cached copies of the same values."""
     key = _cache_key(x)
     if key is None:
-        return cast_copies(as_matrix(x), plan)
+        return cast_local_copies(as_matrix(x), plan)
     cached = _look_up_cast(x, key)
     if cached is not None and plan.begins(cached[0]):
         return cached[1][: len(plan.of)]
-    copies = cast_copies(as_matrix(x), plan)
+    copies = cast_local_copies(as_matrix(x), plan)
     _cache_cast(x, key, plan, copies)
     return copies
 

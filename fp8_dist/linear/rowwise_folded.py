@@ -50,9 +50,9 @@ from fp8_dist.mesh import (
     Layout,
     Placements,
     global_offset,
-    has_pieces,
+    has_strided_placements,
+    local_pieces,
     local_tensor,
-    own_pieces,
     sharded_dim,
     taken,
 )
@@ -93,7 +93,7 @@ def folded_gradients(
         assert placements is not None
         now = tuple(grad.placements)
         cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
-        if now != placements and (cut or has_pieces(now)):
+        if now != placements and (cut or has_strided_placements(now)):
             # Its rows are cut or consist of several pieces: it moves in high precision.
             grad = grad.redistribute(placements=placements)
         folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
@@ -179,7 +179,7 @@ def _observe(
         if layout is None or placements is None or layout.placements == placements:
             return tensor
         begins = global_offset(layout._replace(placements=placements))
-        dims = zip(own_pieces(layout)[:-1], begins, strict=False)
+        dims = zip(local_pieces(layout)[:-1], begins, strict=False)
         rows = [tuple((a - begin, b - begin) for a, b in dim) for dim, begin in dims]
         return taken(tensor, [*rows, ((0, tensor.shape[-1]),)])
 

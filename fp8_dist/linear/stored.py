@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.cast import cast_by
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
-from fp8_dist.mesh import Layout, local_tensor, own_pieces, taken, with_local
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, measure, unpack, whole_statistics
+from fp8_dist.mesh import Layout, local_pieces, local_tensor, taken, with_local
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, global_statistics, measure, unpack
 from fp8_dist.tensor.decoded import Decoded
 from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
 
@@ -91,7 +91,9 @@ class StoredWeight(NamedTuple):
             (scales,) = scheme.local_part((scales,), layout)
         if scheme.levels[0].scale is torch.float32:
             scales = fp32_scales(scales)
-        return Quantized(local.unpacked(scheme), (scales,), scheme, start, scheme.is_cut(layout))
+        return Quantized(
+            local.unpacked(scheme), (scales,), scheme, start, scheme.splits_blocks(layout)
+        )
 
     def dequantized(self) -> torch.Tensor:
         """Return the weight in high precision; a DTensor if it is distributed.
@@ -110,7 +112,7 @@ class StoredWeight(NamedTuple):
         ``values`` has the shape of the weight; a DTensor, if the weight is one.
 
         Collectives: if the weight is distributed, those of
-        :func:`fp8_dist.scaling.whole_statistics`.
+        :func:`fp8_dist.scaling.global_statistics`.
         """
         qdata, scales = self.cast(values)
         data = self.local_data
@@ -124,13 +126,13 @@ class StoredWeight(NamedTuple):
         (whole,) = measure(local, (scheme,), scheme.start(layout))
         statistics = whole
         if layout is not None:
-            whole = whole_statistics(scheme, whole, layout)
+            whole = global_statistics(scheme, whole, layout)
             statistics = scheme.local_part(whole, layout)
         (cast,) = cast_by(local, CastPlan((scheme,)), [statistics], layout)
         (scales,) = scheme.scales_from(whole)
         scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):
-            scales = taken(scales, own_pieces(self.scales))
+            scales = taken(scales, local_pieces(self.scales))
         return cast.qdata, scales
 
     def entries(self) -> dict[str, torch.Tensor]:

@@ -32,7 +32,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fp8_dist.cast import Copies, cast_by, cast_copies
+from fp8_dist.cast import Copies, cast_by, cast_local_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import QueuedWork, is_captured, is_float8, keep_for
 from fp8_dist.linear.agreement import check_placed
@@ -46,7 +46,7 @@ from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_hand
 from fp8_dist.linear.stored import StoredWeight, as_stored
 from fp8_dist.mesh import (
     Layout,
-    has_pieces,
+    has_strided_placements,
     layout_over,
     local_tensor,
     replicated_over,
@@ -64,10 +64,10 @@ from fp8_dist.scaling import (
     cast,
     common_start,
     empty_statistics,
+    global_statistics,
     measure,
     reduced_statistics,
     scheme_named,
-    whole_statistics,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.tensor.known import (
@@ -105,8 +105,8 @@ class GatherPlan(NamedTuple):
         arrives: the layout of the unsharded parameter.
         kept: the statistics that are cached. With DELAYED scales, the history has them.
         cast: the cast of the shard.
-        position: start and ``is_cut`` of the shard, as in :class:`Quantized`.
-        position_of_whole: start and ``is_cut`` of the unsharded parameter.
+        position: start and ``splits_blocks`` of the shard, as in :class:`Quantized`.
+        position_of_whole: start and ``splits_blocks`` of the unsharded parameter.
         moving: the levels whose scales the gather carries.
         packs: whether the gather carries packed data (:meth:`Scheme.pack`).
     """
@@ -131,8 +131,8 @@ class GatherPlan(NamedTuple):
             arrives,
             kept=Kept(schemes, layout, whole),
             cast=CastPlan(schemes),
-            position=(scheme.start(layout), scheme.is_cut(layout)),
-            position_of_whole=(scheme.start(arrives), scheme.is_cut(arrives)),
+            position=(scheme.start(layout), scheme.splits_blocks(layout)),
+            position_of_whole=(scheme.start(arrives), scheme.splits_blocks(arrives)),
             moving=() if whole else moving,
             packs=scheme.packs(layout, arrives),
         )
@@ -374,7 +374,9 @@ class Float8Weight:
         dim = sharded_dim(placement, ndim)
         block = None if dim is None or level.is_scalar else level.block(dim, ndim)
         # Ranks with several pieces have whole blocks (Scheme.start has checked them).
-        has_whole_blocks = has_pieces(layout.placements) or not scheme.is_cut(layout)
+        has_whole_blocks = has_strided_placements(layout.placements) or not scheme.splits_blocks(
+            layout
+        )
         if block is None or not (block == 1 or has_whole_blocks):
             placement = Replicate()
         placed = distribute_tensor(scales.detach(), mesh, [placement])
@@ -464,7 +466,7 @@ class Float8Weight:
             return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_copies(tensor, plan, shard)
+        return cast_local_copies(tensor, plan, shard)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -481,7 +483,7 @@ class Float8Weight:
         if not second.of:
             return copies, None
         (scheme,) = second.schemes
-        position = scheme.start(layout), scheme.is_cut(layout)
+        position = scheme.start(layout), scheme.splits_blocks(layout)
         return copies, Recast(statistics[scheme], scheme, *position)
 
     def statistics(
@@ -595,7 +597,7 @@ class Float8Weight:
         parameter has the cached statistics.
 
         Collectives: as :meth:`statistics`. If scales of the whole weight are needed and not cached,
-        those of :func:`fp8_dist.scaling.whole_statistics`.
+        those of :func:`fp8_dist.scaling.global_statistics`.
         """
         parameter, shard, plan = self.master(), tensor.plain.detach(), self.gather_plan()
         local, cache = local_tensor(parameter), tensor
@@ -735,10 +737,10 @@ def measured(
     """Measure a weight for each scheme; ``whole``: return the statistics of all ranks' parts.
 
     Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
-    :func:`fp8_dist.scaling.whole_statistics`.
+    :func:`fp8_dist.scaling.global_statistics`.
     """
     local = measure(shard, schemes, common_start(schemes, layout))
-    reduce: Any = whole_statistics if whole else reduced_statistics
+    reduce: Any = global_statistics if whole else reduced_statistics
     pairs = zip(schemes, local, strict=True)
     return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
 

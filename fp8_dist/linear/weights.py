@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist.device import QueuedWork
 from fp8_dist.linear.stored import check_has_no_codes
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import has_pieces, local_tensor, with_local
+from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
 
@@ -66,7 +66,7 @@ def load_weights(
             state[key] = with_local(entry, local.like(local_tensor(entry)))
 
 
-def hold_known(weights: Iterable[Float8Weight]) -> None:
+def attach_statistics(weights: Iterable[Float8Weight]) -> None:
     """Attach a cache of statistics to weights whose scales cover values of several ranks.
 
     Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
@@ -79,7 +79,7 @@ def hold_known(weights: Iterable[Float8Weight]) -> None:
             continue
         plain = local_tensor(old)
         local = plain if isinstance(plain, KnownWeight) else KnownWeight(plain.detach())
-        if not has_pieces(kept.layout.placements):
+        if not has_strided_placements(kept.layout.placements):
             local.reserve(kept)
         if isinstance(old, DTensor):
             set_dtensor_local(old, local)
@@ -131,7 +131,7 @@ def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     return weights
 
 
-def note_made(weights: Iterable[Float8Weight]) -> None:
+def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     """Record an event that later gathers wait for, after this stream computed scales and casts."""
     if not torch.cuda.is_available():
         return

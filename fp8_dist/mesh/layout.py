@@ -110,7 +110,7 @@ def sharded_dim(placement: Placement, ndim: int) -> int | None:
     return placement.dim % ndim if isinstance(placement, (Shard, StridedShard)) else None
 
 
-def has_pieces(placements: Placements | None) -> bool:
+def has_strided_placements(placements: Placements | None) -> bool:
     """Whether placements give a rank several pieces of an activation (``_StridedShard``)."""
     return any(isinstance(placement, StridedShard) for placement in placements or ())
 
@@ -176,12 +176,12 @@ def replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
 Pieces = tuple[tuple[int, int], ...]
 
 
-def own_rank() -> int:
+def this_rank() -> int:
     """The rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def own_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
+def local_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
     """This rank's part of each dim of a tensor, given the tensor or its layout."""
     layout = tensor if isinstance(tensor, Layout) else Layout.of(tensor)
     if layout is None:
@@ -193,7 +193,7 @@ def own_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
 
 def global_offset(layout: Layout) -> list[int]:
     """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
-    return [pieces[0][0] if pieces else 0 for pieces in own_pieces(layout)]
+    return [pieces[0][0] if pieces else 0 for pieces in local_pieces(layout)]
 
 
 def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:

@@ -23,9 +23,9 @@ from fp8_dist.linear.module import config_text, other_users
 from fp8_dist.linear.stored import as_stored
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_of, weights_of_model
-from fp8_dist.mesh import Layout, cuts_blocks, full_tensors, local_tensor, own_rank, with_local
+from fp8_dist.mesh import Layout, cuts_blocks, full_tensors, local_tensor, this_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
-from fp8_dist.scaling import BlockScheme, Mxfp4, whole_statistics_of_each
+from fp8_dist.scaling import BlockScheme, Mxfp4, global_statistics_of_tensors
 from fp8_dist.text import without_wrappers
 
 _Format = Literal["float8", "mxfp4"]
@@ -116,7 +116,7 @@ def iter_float8_weights(
     """
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
-    keeps = ranks is None or own_rank() in ranks
+    keeps = ranks is None or this_rank() in ranks
     return float8_stream(model, "iter_float8_weights", format, True, keeps, bucket_bytes)
 
 
@@ -162,7 +162,7 @@ def float8_state_dict(
     Raises: its errors; and with ``"mxfp4"``, without ``full_state_dict``:
         ValueError: ranks have parts of a block of 32 values along K.
     """
-    keeps = own_rank() == 0 or not (full_state_dict and cpu_offload)
+    keeps = this_rank() == 0 or not (full_state_dict and cpu_offload)
     state: dict[str, Any] = {}
     arguments = "float8_state_dict", format, full_state_dict, keeps, BUCKET_BYTES
     for name, tensor, scales in float8_stream(model, *arguments):
@@ -349,8 +349,8 @@ def _cast(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
     """Cast the weights of a bucket as a forward does. Scales are those of all blocks of a weight.
 
-    Collectives: those of ``whole_statistics_of_each``, and of ``full_tensors`` for the scales of
-    weights that are stored in float8.
+    Collectives: those of ``global_statistics_of_tensors``, and of ``full_tensors`` for the scales
+    of weights that are stored in float8.
     """
     tensors = [source.value for source in bucket]
     scales: list[torch.Tensor | None] = [None] * len(bucket)
@@ -364,7 +364,7 @@ def _cast(
         if i not in stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
-    wholes = whole_statistics_of_each([*measured.values()])
+    wholes = global_statistics_of_tensors([*measured.values()])
     for (i, (scheme, statistics, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         if layout is not None and any(scheme.axes(layout)):  # ranks share blocks

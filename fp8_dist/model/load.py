@@ -22,7 +22,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import check_values, checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import checked_module
-from fp8_dist.mesh import local_tensor, own_pieces, regions, with_local
+from fp8_dist.mesh import local_pieces, local_tensor, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.tensor.known import KnownWeight
@@ -152,7 +152,7 @@ def load_float8_checkpoint(
         The missing and unexpected names.
 
     Collectives: for each weight that is distributed and stored in float8, and whose entry is in
-    high precision, those of :func:`fp8_dist.scaling.whole_statistics`. No others.
+    high precision, those of :func:`fp8_dist.scaling.global_statistics`. No others.
 
     Raises:
         ValueError: there is no such file, or it is damaged; with ``strict``, names differ; an entry
@@ -295,8 +295,8 @@ def _entries_of(
         offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
         block = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
         dims = list(zip(shape[1:], offset[1:], size[1:], strict=True))
-        is_cut = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
-        if is_cut or not torch.equal(block.reshape(part.shape), part):
+        splits_blocks = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
+        if splits_blocks or not torch.equal(block.reshape(part.shape), part):
             raise ValueError(
                 f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
                 "the model with from_pretrained"
@@ -384,7 +384,7 @@ def _fill(
 
     ``read``: reads a part of the entry. Its index has all dims of the whole tensor.
     """
-    for region in regions(own_pieces(tensor)):
+    for region in regions(local_pieces(tensor)):
         local_index, index = [], []
         for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
             begin, end = max(at, first), min(at + n, first + m)

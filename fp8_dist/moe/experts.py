@@ -149,7 +149,7 @@ class ExpertWeight(Float8Weight):
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics = tuple([matrix.mT for matrix in recast.statistics])
-            recast = Recast(statistics, scheme, recast.start[::-1], recast.is_cut)
+            recast = Recast(statistics, scheme, recast.start[::-1], recast.splits_blocks)
         assert output is not None
         cast = transposed(output, scheme)
         return Weight(tensor.mT, WeightCasts(cast, grad_input and cast, recast), self)

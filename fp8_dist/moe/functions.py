@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8_dist.cast import quantize
+from fp8_dist.cast import cast_local
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
 from fp8_dist.linear.autograd import flattened
@@ -34,7 +34,7 @@ from fp8_dist.linear.observing import (
 )
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.mesh import Layout, local_tensor, own_rank, sharded_dim
+from fp8_dist.mesh import Layout, local_tensor, sharded_dim, this_rank
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.moe.operators import (
@@ -83,7 +83,7 @@ class Weight(NamedTuple):
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     """Cast a weight in the order of its memory, unless FSDP2 gathered it in float8.
 
-    Collectives: as :func:`fp8_dist.cast.quantize`.
+    Collectives: as :func:`fp8_dist.cast.cast_local`.
 
     Raises:
         ValueError: FSDP2 gathered the weight for another config.
@@ -99,9 +99,9 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     else:
         high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
         if is_stored_transposed(shard):
-            cast = transposed(quantize(high.mT, stored_transposed(scheme), shard.mT), scheme)
+            cast = transposed(cast_local(high.mT, stored_transposed(scheme), shard.mT), scheme)
         else:
-            cast = quantize(high, scheme, shard)
+            cast = cast_local(high, scheme, shard)
     return Weight(local_part(weight), WeightCasts(cast, cast))
 
 
@@ -230,7 +230,7 @@ def _cast_rows(
         routing: where they are sent, if they are rows of tokens or slots.
     """
     rows = rows.detach().contiguous()
-    low = quantize(rows if layout is None else layout.wrap(rows), config.rows)
+    low = cast_local(rows if layout is None else layout.wrap(rows), config.rows)
     if is_observed():
         dispatch = routing and _dispatch(routing, len(rows))
         for owner in owners:
@@ -251,7 +251,7 @@ def _replicated(rows: Tensor, owner: Float8Weight) -> Layout | None:
 def _dispatch(routing: Routing, rows: int) -> Dispatch:
     """The experts of rows of tokens, or of slots, for observers."""
     group, ids = routing.group, routing.expert_ids.detach()
-    ranks = [own_rank()] if group is None else dist.get_process_group_ranks(group)
+    ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
     return Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
@@ -313,7 +313,7 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
     """Send rows back to their slots, in the dtype that the config says."""
     if config.combine == "high_precision":
         return routing.to_slots(rows)
-    return dequantize(return_rows(quantize(rows, config.rows), routing)).to(rows.dtype)
+    return dequantize(return_rows(cast_local(rows, config.rows), routing)).to(rows.dtype)
 
 
 class _Down(torch.autograd.Function):
@@ -352,7 +352,7 @@ class _Down(torch.autograd.Function):
             # The rows that arrived are those in float8.
             values = dequantize(rows)
             sums = values.new_zeros(len(routing.groups.ends), values.shape[1])
-            grad_bias = sums.index_add_(0, routing.groups.of_row, values).to(ctx.bias_dtype)
+            grad_bias = sums.index_add_(0, routing.groups.group_of_row, values).to(ctx.bias_dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 

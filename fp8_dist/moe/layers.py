@@ -49,7 +49,9 @@ def grouped_linear(
         raise ValueError("grouped_linear: bias is for a single weight; add the biases afterwards")
     _check_bias(bias, operands[0].tensor, "grouped_linear")
     groups = _groups(offs, x.shape[0], len(operands[0].tensor))
-    rows = groups.of_row.numel()  # torch.export can't trace len() of an unknown number of rows
+    rows = (
+        groups.group_of_row.numel()
+    )  # torch.export can't trace len() of an unknown number of rows
     products = list(grouped_product(x.narrow(0, 0, rows), operands, groups, config))
     if bias is not None:
         products[0] = add_bias(products[0], bias, groups)
@@ -109,7 +111,9 @@ def linear_combine(
     """
     config = config or DEFAULT
     (operand,) = _operands(hidden, weight, config, "linear_combine")
-    _check_routing(hidden, routing.groups.of_row.numel(), operand.tensor, routing, "linear_combine")
+    _check_routing(
+        hidden, routing.groups.group_of_row.numel(), operand.tensor, routing, "linear_combine"
+    )
     _check_bias(bias, operand.tensor, "linear_combine")
     slots = combined_product(hidden, operand, routing, config, bias)
     return slots.view(routing.tokens, routing.top_k, slots.shape[1])

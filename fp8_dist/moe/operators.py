@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_dist.cast import quantize
+from fp8_dist.cast import cast_local
 from fp8_dist.kernels import (
     ALIGNMENT,
     Groups,
@@ -58,7 +58,7 @@ def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
 
     The gradient of the bias is a sum over rows, in fp32.
     """
-    return rows + bias.to(torch.float32)[groups.of_row].to(rows.dtype)
+    return rows + bias.to(torch.float32)[groups.group_of_row].to(rows.dtype)
 
 
 def grouped_mm(
@@ -246,7 +246,7 @@ def _gradient_operands(
         return by_gemm
     # Scales that were folded into the gradient are 1.
     ones = (unit_scales(input.qdata),)
-    expert_of_row, experts = groups.of_row, len(groups.counts)
+    expert_of_row, experts = groups.group_of_row, len(groups.counts)
     folded = iter(fold_groups(grad.qdata, grad.scales[0], s, t, expert_of_row, experts, source))
     if s is not None:
         right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
@@ -262,8 +262,8 @@ def _folded_parts(
     grad: Quantized, weights: Quantized, groups: Groups, layout: Layout
 ) -> tuple[Quantized, Quantized]:
     """Return the operands of grad_input if this rank has a part of each row of the gradient."""
-    fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.of_row)
-    folded = quantize(layout.wrap(dequantize(grad) * fold), grad.scheme)
+    fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.group_of_row)
+    folded = cast_local(layout.wrap(dequantize(grad) * fold), grad.scheme)
     ones = (unit_scales(weights.qdata),)
     right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
     return folded._replace(scales=(folded.scales[0] / UNIT,)), right
@@ -291,13 +291,14 @@ def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool, bool]:
 
 # The arguments of an operator for the groups and the config.
 _GROUPS = (
-    "Tensor on_host, Tensor sizes, Tensor of_row, Tensor ends, str recipe, bool pads, bool emulate"
+    "Tensor on_host, Tensor sizes, Tensor group_of_row, Tensor ends, str recipe, bool pads, "
+    "bool emulate"
 )
 
 
 def _flat(groups: Groups, config: Float8ExpertsConfig) -> tuple[Any, ...]:
     options = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
-    return groups.on_host, groups.sizes, groups.of_row, groups.ends, *options
+    return groups.on_host, groups.sizes, groups.group_of_row, groups.ends, *options
 
 
 @lru_cache

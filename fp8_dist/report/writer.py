@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
-from fp8_dist.mesh import own_rank
+from fp8_dist.mesh import this_rank
 from fp8_dist.text import kind_of
 from fp8_dist.version import __version__
 
@@ -73,7 +73,7 @@ class RunWriter:
                 f"RunWriter: stats must be what float8_stats returns, got {kind_of(stats)}"
             )
         self.folder, self._stats = Path(folder), stats
-        self._is_writing, self._seen = own_rank() == 0, 0
+        self._is_writing, self._seen = this_rank() == 0, 0
         if stats is not None and first is not None:
             stats.at(first)
         if not self._is_writing:

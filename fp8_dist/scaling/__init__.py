@@ -28,8 +28,8 @@ from fp8_dist.scaling.reduction import (
     reduced_statistics as reduced_statistics,
     reduction_groups as reduction_groups,
     unpacked as unpacked,
-    whole_statistics as whole_statistics,
-    whole_statistics_of_each as whole_statistics_of_each,
+    global_statistics as global_statistics,
+    global_statistics_of_tensors as global_statistics_of_tensors,
 )
 from fp8_dist.scaling.scheme import (
     CastPlan as CastPlan,

@@ -277,9 +277,11 @@ def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
 
     ``scheme``: that of the result; ``None``: the transposed one of the operand's.
     """
-    qdata, scales, old_scheme, start, is_cut = operand
+    qdata, scales, old_scheme, start, splits_blocks = operand
     scales = tuple([scale.mT if scale.ndim else scale for scale in scales])
-    return Quantized(qdata.mT, scales, scheme or old_scheme.of_transposed, start[::-1], is_cut)
+    return Quantized(
+        qdata.mT, scales, scheme or old_scheme.transposed_scheme, start[::-1], splits_blocks
+    )
 
 
 # Making a scheme takes 10 us. Float8 data that is cast again is not rounded to bf16 first.

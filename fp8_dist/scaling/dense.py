@@ -13,7 +13,7 @@ from fp8_dist.kernels import (
     ALIGNMENT,
     GemmOptions,
     amax,
-    amax_of_each,
+    amax_of_tensors,
     amaxes,
     cast_copies,
     cast_rows,
@@ -128,7 +128,7 @@ class Dense(Scheme):
         if self.per not in ("tensor", "row"):
             return super().measure_each(xs, starts)
         shapes = [self.levels[0].shape(x.shape) for x in xs]
-        values = amax_of_each(xs[0], list(xs[1:]), self.per == "row")
+        values = amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
         parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 

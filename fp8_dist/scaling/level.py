@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.kernels import blocks_along
-from fp8_dist.mesh import Layout, Pieces, cuts_blocks, own_pieces, sharded_dim
+from fp8_dist.mesh import Layout, Pieces, cuts_blocks, local_pieces, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
@@ -75,7 +75,7 @@ class Level:
         if self.is_scalar:
             return []
         pieces: list[Pieces] = []
-        for dim, part in enumerate(own_pieces(layout)):
+        for dim, part in enumerate(local_pieces(layout)):
             block = self.block(dim, len(layout.shape))
             spans = [(0, 1)] if block is None else [(a // block, -(-b // block)) for a, b in part]
             pieces.append(tuple(spans) or ((0, 0),))

@@ -131,19 +131,19 @@ def _reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
     return [place.whole(part) for place, part in zip(places, parts, strict=True)]
 
 
-def whole_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
+def global_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
     """Combine the statistics of all ranks' parts of a tensor into those of the whole tensor.
 
     Collectives: an all-reduce (MAX) over each group of the axes that shard the tensor, of 4 bytes
     per statistic of the whole tensor, or 1 byte if all statistics are uint8.
     """
-    return whole_statistics_of_each([(scheme, local, layout)])[0]
+    return global_statistics_of_tensors([(scheme, local, layout)])[0]
 
 
-def whole_statistics_of_each(
+def global_statistics_of_tensors(
     parts: Sequence[tuple[Scheme, Statistics, Layout | None]],
 ) -> list[Statistics]:
-    """:func:`whole_statistics` of many tensors.
+    """:func:`global_statistics` of many tensors.
 
     Collectives: as for one tensor, together for all tensors that the same groups share.
     """

@@ -47,16 +47,16 @@ class Quantized(NamedTuple):
         scheme: the scheme of the whole tensor.
         start: the offset (row, column) of this part of the tensor within its first blocks, which
             other ranks may have parts of.
-        is_cut: whether the parts of the ranks can't be joined as float8, because a block is divided
-            between ranks or because parts have unequal sizes along a dim in blocks. It is the same
-            on all ranks.
+        splits_blocks: whether the parts of the ranks can't be joined as float8, because a
+            block is divided between ranks or because parts have unequal sizes along a dim in
+            blocks. It is the same on all ranks.
     """
 
     qdata: Tensor
     scales: Scales
     scheme: "Scheme"
     start: Start = (0, 0)
-    is_cut: bool = False
+    splits_blocks: bool = False
 
 
 class CastPlan(NamedTuple):
@@ -199,7 +199,7 @@ class Scheme:
         return None
 
     @cached_property
-    def of_transposed(self) -> "Scheme":
+    def transposed_scheme(self) -> "Scheme":
         """:meth:`transposed`, made once, for a scheme that can be transposed."""
         scheme = self.transposed()
         assert scheme is not None, f"{self} can't be transposed"
@@ -263,8 +263,8 @@ class Scheme:
         """
         return common_start((self,), layout)
 
-    def is_cut(self, layout: Layout | None) -> bool:
-        """See :attr:`Quantized.is_cut`."""
+    def splits_blocks(self, layout: Layout | None) -> bool:
+        """See :attr:`Quantized.splits_blocks`."""
         return layout is not None and _is_cut(self, layout)
 
     def axes(self, layout: Layout | None) -> tuple[tuple[int, ...], ...]:

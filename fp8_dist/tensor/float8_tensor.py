@@ -34,7 +34,7 @@ class Float8Tensor(TensorSubclass):
         scheme: the scaling scheme. (The tensor holds its key, because the attributes of a tensor in
             a graph must be plain data.)
         start: see :class:`fp8_dist.scaling.Quantized`.
-        is_cut: see :class:`fp8_dist.scaling.Quantized`.
+        splits_blocks: see :class:`fp8_dist.scaling.Quantized`.
         origin: the tensor before the cast, for observers (``fp8_dist.debug.float8_stats``). Tensors
             made from this one keep it in eager code. None without an observer.
 
@@ -53,7 +53,7 @@ class Float8Tensor(TensorSubclass):
     orig_dtype: torch.dtype
     key: str
     start: Start
-    is_cut: bool
+    splits_blocks: bool
     origin: Any
 
     @staticmethod
@@ -65,7 +65,7 @@ class Float8Tensor(TensorSubclass):
         scheme: Scheme | str | None = None,
         origin: Any = None,
         start: Start = (0, 0),
-        is_cut: bool = False,
+        splits_blocks: bool = False,
     ) -> "Float8Tensor":
         scales = (scale,) if isinstance(scale, torch.Tensor) else tuple(scale)
         if not is_float8(qdata.dtype):
@@ -90,7 +90,7 @@ class Float8Tensor(TensorSubclass):
             )
         self = make_wrapper(cls, qdata, orig_dtype)
         self.qdata, self.orig_dtype, self.origin = qdata, orig_dtype, origin
-        self.key, self.start, self.is_cut = scheme.key, start, is_cut
+        self.key, self.start, self.splits_blocks = scheme.key, start, splits_blocks
         self.set_scales(scales)
         return self
 
@@ -113,8 +113,8 @@ class Float8Tensor(TensorSubclass):
     @staticmethod
     def of(quantized: Quantized, orig_dtype: torch.dtype) -> "Float8Tensor":
         """Wrap a local float8 tensor that was cast from ``orig_dtype``."""
-        qdata, scales, scheme, start, is_cut = quantized
-        return Float8Tensor(qdata, scales, orig_dtype, scheme.key, None, start, is_cut)
+        qdata, scales, scheme, start, splits_blocks = quantized
+        return Float8Tensor(qdata, scales, orig_dtype, scheme.key, None, start, splits_blocks)
 
     @property
     def quantized(self) -> Quantized:
@@ -148,7 +148,7 @@ class Float8Tensor(TensorSubclass):
             "orig_dtype": self.orig_dtype,
             "scheme": self.key,
             "start": self.start,
-            "is_cut": self.is_cut,
+            "splits_blocks": self.splits_blocks,
         }
 
     @staticmethod
@@ -198,7 +198,7 @@ _SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))
 
 def quantized_as(x: Float8Tensor, scheme: Scheme) -> Quantized:
     """``x.quantized``, with its scheme as an argument because dynamo can't look it up."""
-    return Quantized(x.qdata, scales_of(x), scheme, x.start, x.is_cut)
+    return Quantized(x.qdata, scales_of(x), scheme, x.start, x.splits_blocks)
 
 
 def scales_of(x: Float8Tensor) -> Scales:
@@ -227,7 +227,7 @@ def _shown(scale: torch.Tensor) -> str:
     return f"{scale.item():.6g}" if type(scale) is torch.Tensor and not scale.is_meta else "?"
 
 
-def dequantized(x: Float8Tensor) -> torch.Tensor:
+def dequantize_detached(x: Float8Tensor) -> torch.Tensor:
     """``dequantize()`` outside of autograd."""
     return x.scheme.dequantize(x.qdata, x.scales, x.start).to(x.orig_dtype)
 
@@ -235,7 +235,7 @@ def dequantized(x: Float8Tensor) -> torch.Tensor:
 class _Dequantize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Float8Tensor) -> torch.Tensor:
-        return dequantized(x)
+        return dequantize_detached(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -14,7 +14,7 @@ import torch
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import Level, Scales, Scheme, covering
-from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantized
+from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantize_detached
 from fp8_dist.torch_internals import (
     STAND_INS,
     AsyncCollectiveTensor,
@@ -353,7 +353,7 @@ def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tens
 
 @implements(aten.dequantize.self)
 def _dequantize(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    return dequantized(args[0])
+    return dequantize_detached(args[0])
 
 
 @implements(aten.is_same_size.default)
@@ -401,7 +401,7 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
 
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:
     """Raise NotImplementedError, on all ranks, if parts of a tensor can't be joined as float8."""
-    if x.is_cut:
+    if x.splits_blocks:
         raise _refusal(func, x, "ranks have unequal parts, or parts of one block")
 
 

@@ -117,7 +117,7 @@ def amax_calls(m: int, k: int) -> Calls:
     calls["amaxes"] = call(kernels.amaxes, x, ["row", "column"])
     others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
     for name, of_rows in {"": False, " by rows": True}.items():
-        calls[f"amax_of_each{name}"] = call(kernels.amax_of_each, x, others, of_rows)
+        calls[f"amax_of_tensors{name}"] = call(kernels.amax_of_tensors, x, others, of_rows)
     amaxes = amax.portable(special(m, 8, FP32), [1])
     amaxes[10], amaxes[11], amaxes[12] = 0.0, 1e-13, 1e-40
     for dtype, power in ((E4M3, True), (E5M2, False)):
@@ -179,7 +179,7 @@ def fold_calls(m: int, k: int) -> Calls:
     groups = Groups.of(counts, counts, m)
     _, scale, data = kernels.cast_rows.portable(special(m, k), E4M3, True, [False])
     s, source = scales_of_rows(6 * k).view(6, k), groups.padded(16).source
-    of, rest = (kernels.fold_groups, data, scale), (groups.of_row, 6)
+    of, rest = (kernels.fold_groups, data, scale), (groups.group_of_row, 6)
     calls["fold_groups"] = call(*of, s, t, *rest, source)
     calls["fold_groups of the weight"] = call(*of, s, None, *rest)
     calls["fold_groups of the input"] = call(*of, None, t, *rest, source)

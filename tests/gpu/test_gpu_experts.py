@@ -22,7 +22,7 @@ def routed(counts: Sequence[int], device: str) -> Routing:
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     routing = route(ids[torch.randperm(len(ids))].unsqueeze(1), len(counts))
     of = routing.groups
-    groups = Groups(of.on_host, *(x.to(device) for x in (of.sizes, of.of_row, of.ends)))
+    groups = Groups(of.on_host, *(x.to(device) for x in (of.sizes, of.group_of_row, of.ends)))
     return routing._replace(slots=routing.slots.to(device), groups=groups)
 
 

@@ -137,7 +137,7 @@ class Layer:
         """The output for some tensors."""
         routing = route(self.ids, len(t["down"]) * (group.size() if group else 1), group)
         gate, up = dispatch_linear(t["x"], [t["gate"], t["up"]], routing, self.config)
-        hidden = (gate + t["gate_bias"][routing.groups.of_row]) * up
+        hidden = (gate + t["gate_bias"][routing.groups.group_of_row]) * up
         slots = linear_combine(hidden, t["down"], routing, self.config, t["down_bias"])
         return (slots * t["probs"].unsqueeze(-1)).sum(1)
 

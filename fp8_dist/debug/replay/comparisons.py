@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.cast import quantize
+from fp8_dist.cast import cast_local
 from fp8_dist.debug.measures import Measures, measure_casts
 from fp8_dist.debug.recording import Record
 from fp8_dist.debug.rows import CastStats
@@ -234,7 +234,7 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     if first["delayed"] and not high.isfinite().all():
         return None  # ranks with a finite amax have another scale
     if not first["delayed"]:
-        return Cast(records, high, quantize(high, scheme))
+        return Cast(records, high, cast_local(high, scheme))
     # The scale of most ranks is the rounded reciprocal of one of three multipliers.
     scale = torch.stack([part["low"]["scales"][0] for part in records]).nanmedian()
     recorded = _joined(parts, [as_bytes(part["low"]["qdata"]) for part in parts])

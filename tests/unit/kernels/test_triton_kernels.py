@@ -18,7 +18,7 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import (
     Groups,
     amax,
-    amax_of_each,
+    amax_of_tensors,
     cast_and_measure,
     cast_copies,
     cast_rows,
@@ -162,8 +162,8 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
     parts = (slice(None), slice(1), slice(1, 2), slice(0, None, 2))
     for by_row, part in product((False, True), parts):
         first, *others = tensors[part]
-        check_operator(amax_of_each, first, others, by_row)
-        values = implementation(amax_of_each)(first, others, by_row)
+        check_operator(amax_of_tensors, first, others, by_row)
+        values = implementation(amax_of_tensors)(first, others, by_row)
         assert (values.view(torch.int32) >= 0).all()
     assert used == {"_tiles", "_many"}
 
@@ -227,7 +227,7 @@ def test_groups(used: set[str], counts: list[int]) -> None:
     for source in (groups.padded(16).source, groups.padded(16).source.flip(0)):
         check_operator(transposed_groups, qdata, source)
     s, t = (row_scales(n) for n in (experts * columns, rows))
-    s, row_groups = s.view(experts, columns), groups.of_row
+    s, row_groups = s.view(experts, columns), groups.group_of_row
     for place, value in ((None, 0.0), ((2, 0), math.nan), ((1, 0), math.inf), ((3, 0), 0.0)):
         if place is not None:
             scale[place] = value

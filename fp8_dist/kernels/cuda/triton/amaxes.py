@@ -25,7 +25,7 @@ from fp8_dist.kernels.cuda.triton.launch import (
 )
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.kernels.scale import amax, amax_of_each, amaxes, covered_dims
+from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
 
 
@@ -174,7 +174,7 @@ def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool
     return first.dtype in DTYPES and first.is_contiguous() and alike and not is_captured(first)
 
 
-@fused(amax_of_each, _are_alike)
+@fused(amax_of_tensors, _are_alike)
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:

@@ -211,15 +211,15 @@ def _fold_rows_of_groups(
     W: tl.constexpr = 4
     begin = tl.cast(tl.program_id(0), tl.int64) * BM
     i = begin + tl.arange(0, BM)
-    of_row = tl.load(group + i, mask=i < M, other=-1)
-    of_row, i = of_row[:, None, None], i[:, None, None]
+    group_of_row = tl.load(group + i, mask=i < M, other=-1)
+    group_of_row, i = group_of_row[:, None, None], i[:, None, None]
     r = tl.load(scale0 + i, mask=i < M, other=0.0)
     if input_scale is not None:
         t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
     j0 = tl.arange(0, BN // W)[:, None] * W + tl.arange(0, W)
     last = tl.load(group + tl.minimum(begin + BM, M) - 1)
     for e in range(tl.load(group + begin), last + 1):
-        is_row = of_row == e
+        is_row = group_of_row == e
         largest = tl.zeros([BM, BN // W, W], tl.int32)
         for block in range(tl.cdiv(N, BN)):
             j = block * BN + j0
