@@ -295,8 +295,8 @@ def _entries_of(
         offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
         block = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
         dims = list(zip(shape[1:], offset[1:], size[1:], strict=True))
-        splits_blocks = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
-        if splits_blocks or not torch.equal(block.reshape(part.shape), part):
+        is_uneven = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
+        if is_uneven or not torch.equal(block.reshape(part.shape), part):
             raise ValueError(
                 f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
                 "the model with from_pretrained"

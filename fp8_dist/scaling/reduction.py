@@ -44,9 +44,9 @@ class Placed(NamedTuple):
         dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
-            global_shape, local_pieces = level.shape(layout.shape), level.pieces(layout)
+            global_shape, level_pieces = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
-                shape[dim], pieces[dim] = global_shape[dim], local_pieces[dim]
+                shape[dim], pieces[dim] = global_shape[dim], level_pieces[dim]
         return Placed(local, shape, pieces)
 
     @property

@@ -213,7 +213,7 @@ def test_alignment_is_that_of_the_layers(
 
 def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     text = report_of(capsys, "tied")
-    assert "refused: convert_to_float8_training: enable_fsdp_float8_all_gather='auto'" in text
+    assert "refused: convert_to_float8_training: enable_fsdp_float8_all_gather gathers" in text
     assert "to_words.weight is also words.weight" in text
 
 

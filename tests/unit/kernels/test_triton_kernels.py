@@ -257,8 +257,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         check_operator(amax, x, dims)
         check_operator(scaling_from_amax, amax(x, dims), E4M3, True)
         m, _ = scaling_from_amax(amax(x, dims), E4M3, True)
-        for fits in (True, False):
-            check_operator(quantize, x, m, E4M3, fits=fits)
+        for saturate in (True, False):
+            check_operator(quantize, x, m, E4M3, saturate=saturate)
     known = torch.tensor(3.0, device=DEVICE)
     for covers, of, transposed in MIXED:
         check_operator(kernels.amaxes, x, covers)
