@@ -288,4 +288,4 @@ def test_messages_name_both_conversions() -> None:
         partial(attach_update, optimizer, model),
     ):
         text = raised(ValueError, call)
-        assert "convert_to_float8_training first (for experts, fp8_dist.moe.convert_exp" in text
+        assert "convert_to_float8_training of fp8_dist first (for experts" in text
