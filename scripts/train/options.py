@@ -44,7 +44,6 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--out", type=Path, help="folder of metrics and tables; default: runs/RECIPE")
     stats = "record what float8 casts do to the numbers of every so many steps, in --out"
     add("--stats-every", type=positive, metavar="STEPS", help=stats)
-    add("--stats-gemms", action="store_true", help="with --stats-every: the SQNR of GEMMs, too")
     kept = "write the last steps' casts into --out if something goes wrong, with tensors of LAYERS"
     add("--record", nargs="*", metavar="LAYERS", help=kept)
     many = "write a checkpoint into --out every so many steps, and after the last one"
@@ -132,8 +131,6 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         )
     if args.recipe == BF16 and (args.stats_every, args.record) != (None, None):
         yield "--stats-every and --record are for float8 recipes: in bf16 nothing is cast"
-    if args.stats_gemms and args.stats_every is None:
-        yield "--stats-gemms needs --stats-every"
     if not args.resume and checkpoints_in(args.out / CHECKPOINTS):
         # The files of two runs would mix.
         yield (

@@ -154,7 +154,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         return
     stats = None
     if args.stats_every is not None:
-        stats = float8_stats(trainer.model, every=args.stats_every, gemms=args.stats_gemms)
+        stats = float8_stats(trainer.model, every=args.stats_every)
     writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
     recorder = None
     if args.record is not None:

@@ -297,7 +297,7 @@ class Fault:
             return out
         order = torch.arange(count)
         order[[0, -1]] = order[[-1, 0]] if self.kind == "rows swapped" else order[[0, 0]]
-        return dispatch._each(out, lambda x: x.index_select(0, order))
+        return dispatch._moved(out, lambda x: x.index_select(0, order))
 
     def arrivals(self, *a: Any) -> Tensor:
         """An order of arrived rows in which two have changed places."""
