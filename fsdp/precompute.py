@@ -12,7 +12,7 @@ The statistics of a shard are at their global positions, so that every rank gets
 the whole weight.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -53,33 +53,24 @@ def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
     """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
     groups: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
     for weight, kept in weights.items():
-        local, device = weight.shard(), weight.device
+        local = weight.shard()
         for scheme in kept.schemes:
             # The scales are those of the gathered values. An amax is rounded like the values. (A
             # batched measurement copies the addresses of tensors to the device, which must not
             # change.)
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
                 local = local.to(weight.gathered_as)
-            kind = scheme.key, local.dtype, local.device, device
+            kind = scheme.key, local.dtype, local.device
             groups.setdefault(kind, {})[id(weight.parameter()), scheme.key] = weight, local
     measured = {}
-    for (name, *_, device), group in groups.items():
+    for (name, *_), group in groups.items():
         scheme = scheme_named(name)
         starts = [scheme.start(weight.layout()) for weight, _ in group.values()]
         amaxes = scheme.measure_each([local for _, local in group.values()], starts)
-        levels = zip(*[_moved(level, device) for level in zip(*amaxes, strict=True)], strict=True)
-        for (key, (weight, _)), statistics in zip(group.items(), levels, strict=True):
-            measured[key] = _placed(weight, weights[weight], scheme, statistics)
+        for (key, (weight, _)), statistics in zip(group.items(), amaxes, strict=True):
+            moved = tuple([level.to(weight.device) for level in statistics])
+            measured[key] = _placed(weight, weights[weight], scheme, moved)
     return measured
-
-
-def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-    """Move tensors of one dtype to a device, by one copy."""
-    if tensors[0].device == device:
-        return tensors
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics) -> _Measured:
