@@ -12,8 +12,6 @@ from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
-_WEIGHTS = (Shard(0), Shard(1), Replicate())
-
 
 def declare_placements(
     layer: Float8Linear,
@@ -101,7 +99,12 @@ def _check_placements(
 ) -> None:
     summed = output == Partial() and weight == Shard(1) and layer.bias is None
     for name, given, fits, allowed in (
-        ("weight", weight, weight in _WEIGHTS, "Shard(0), Shard(1) or Replicate()"),
+        (
+            "weight",
+            weight,
+            weight in (Shard(0), Shard(1), Replicate()),
+            "Shard(0), Shard(1) or Replicate()",
+        ),
         ("input", input, isinstance(input, Shard | Replicate), "a Shard or Replicate()"),
         (
             "output",

@@ -25,12 +25,7 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
-from fp8_dist.tensor_parallel.styles import (
-    CheckedStyle,
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    described,
-)
+from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
@@ -132,7 +127,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         for name, style in styles.items()
         if isinstance(model.get_submodule(name), Float8Linear)
         and isinstance(style, ColwiseParallel | RowwiseParallel)
-        and not isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
+        and not isinstance(style, CheckedStyle)
     ]
     if missed:
         warnings.warn(
@@ -160,20 +155,18 @@ def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelS
 
     There are none on a mesh of one rank, and none that were checked.
     """
-    return [name for name in styles if mesh.size() > 1 and _looks_fused(model, name, styles)]
-
-
-def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> bool:
-    layer, style = model.get_submodule(name), styles[name]
-    if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
-        return False
-    parent, _, child = name.rpartition(".")
-    # The style that hf_tp_plan gives to the parent has the number of parts of the layer's output,
-    # of which no rank splits one: transformers declares the layer to be ordered.
-    is_ordered = child in getattr(styles.get(parent), "parts", ())
-    if is_ordered or style.output_layouts == (Replicate(),) or layer in checked_layers:
-        return False
-    return bool(_FUSED.search(child))
+    fused = []
+    for name, style in styles.items() if mesh.size() > 1 else ():
+        layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
+        if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
+            continue
+        # The style that hf_tp_plan gives to the parent has the number of parts of the layer's
+        # output, of which no rank splits one: transformers declares the layer to be ordered.
+        is_ordered = child in getattr(styles.get(parent), "parts", ())
+        is_whole = style.output_layouts == (Replicate(),)
+        if not (is_ordered or is_whole or layer in checked_layers) and _FUSED.search(child):
+            fused.append(name)
+    return fused
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:

@@ -380,7 +380,7 @@ def test_lengths_that_ranks_do_not_divide(fake_tp: DeviceMesh) -> None:
                 tokens = torch.zeros(2, size, dtype=torch.long)
                 if is_refused and reader and size == 5:
                     message = raised(ValueError, partial(net, tokens))
-                    assert "Pad the sequence to a multiple of 2" in message, message
+                    assert "pad the sequence to a multiple of 2" in message, message
                 else:
                     with suppress(RuntimeError):  # a DTensor in a layer without a style
                         net(tokens)
