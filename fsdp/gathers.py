@@ -28,8 +28,7 @@ def _when_sharded(parameter: internals.FsdpParameter) -> None:
     wrap_sharded(parameter, weights)
     if (group := parameter.led_group) is not None:
         _compare_between_ranks(group)
-        _check_reshards(group)
-        _warn_of_high_precision(group)
+        _check_gathers(group)
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -66,37 +65,30 @@ def reshard(module: nn.Module, caller: str) -> None:
         part.reshard()
 
 
-def _check_reshards(group: Any) -> None:
-    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. The
-    # output is float8 bytes, which can't require gradients.
-    if not internals.fsdp_reshards_to_smaller_mesh(group):
-        return
+def _check_gathers(group: Any) -> None:
+    """Refuse a gather in float8 that reshards; warn once of one that could be in float8."""
+    shards = internals.fsdp_reduce_scatter_group(group)
+    reshards = internals.fsdp_reshards_to_smaller_mesh(group)
+    is_divided = shards is not None and shards.size() > 1
     for parameter in internals.fsdp_parameters([group]):
-        module, name = parameter.users[0]
-        weight, local = weights_of(module).get(name), local_tensor(parameter.sharded)
-        if weight is not None and hasattr(local, "fsdp_pre_all_gather"):
+        first, *others = [weights_of(module).get(name) for module, name in parameter.users]
+        is_float8 = hasattr(local_tensor(parameter.sharded), "fsdp_pre_all_gather")
+        if reshards and first is not None and is_float8:
+            # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh.
+            # The output is float8 bytes, which can't require gradients.
             raise ValueError(
-                f"{weight.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
+                f"{first.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
                 "weights that it gathers in float8 to a smaller mesh; use True or False there, or "
                 "leave enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
             )
-
-
-def _warn_of_high_precision(group: Any) -> None:
-    """Warn once of a weight that FSDP2 could gather in float8 if the config asked for it."""
-    shards = internals.fsdp_reduce_scatter_group(group)
-    if shards is None or shards.size() == 1 or internals.fsdp_reshards_to_smaller_mesh(group):
-        return
-    for parameter in internals.fsdp_parameters([group]):
-        weights = [weights_of(module).get(name) for module, name in parameter.users]
-        if weights[0] is not None and all(map(_leaves_gather_open, weights)):
+        is_open = is_divided and not reshards and all(map(_leaves_gather_open, (first, *others)))
+        if first is not None and is_open:
             warn_once(
                 "gather in high precision",
-                f"{weights[0].fqn} and layers like it: FSDP2 gathers their weights in high "
+                f"{first.fqn} and layers like it: FSDP2 gathers their weights in high "
                 "precision, because enable_fsdp_float8_all_gather is not set in their config. Set "
                 'it to "auto" to gather float8, 1 byte per element, or to False to leave it so',
             )
-            return
 
 
 def _leaves_gather_open(weight: Float8Weight | None) -> bool:

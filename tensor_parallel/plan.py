@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -103,7 +103,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     check_lengths(model, mesh.size(), resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
-        places = {name: _place(model.get_parameter(name)) for name in tie}
+        tied = {name: model.get_parameter(name) for name in tie}
+        places = {
+            n: p.placements[-1] if isinstance(p, DTensor) else "whole" for n, p in tied.items()
+        }
         if len({*places.values()}) > 1:
             listed = ", ".join(f"{name} {place}" for name, place in places.items())
             raise ValueError(
@@ -112,11 +115,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 "(RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear are "
                 "Shard(0)), or untie them before"
             )
-        shared = model.get_parameter(tie[0])
         for name in tie[1:]:
             module, _, attribute = name.rpartition(".")
-            if model.get_parameter(name) is not shared:
-                setattr(model.get_submodule(module), attribute, shared)
+            if tied[name] is not tied[tie[0]]:
+                setattr(model.get_submodule(module), attribute, tied[tie[0]])
     return model
 
 
@@ -215,21 +217,14 @@ def _offenders(
                 )
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
-            if isinstance(style, ColwiseParallel):
-                yield from _check_heads(model, name, size)
-
-
-def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
-    """Yield an error for each head count in the parent of a layer that ``size`` does not divide."""
-    parent_name = name.rpartition(".")[0]
-    parent = model.get_submodule(parent_name)
-    for attribute in (*_HEADS, *_KV_HEADS):
-        count = getattr(parent, attribute, None)
-        if isinstance(count, int) and count % size:
-            yield (
-                f"{parent_name!r} has {attribute}={count}, which {size} tensor-parallel ranks "
-                f"cannot share evenly: use a tensor-parallel size that divides it"
-            )
+            parent = name.rpartition(".")[0]
+            for attribute in (*_HEADS, *_KV_HEADS) if isinstance(style, ColwiseParallel) else ():
+                count = getattr(model.get_submodule(parent), attribute, None)
+                if isinstance(count, int) and count % size:
+                    yield (
+                        f"{parent!r} has {attribute}={count}, which {size} tensor-parallel ranks "
+                        "cannot share evenly: use a tensor-parallel size that divides it"
+                    )
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -239,7 +234,3 @@ def _ties(model: nn.Module) -> list[list[str]]:
         for name, parameter in module.named_parameters(fqn, recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
     return [tied for tied in names.values() if len(tied) > 1]
-
-
-def _place(parameter: nn.Parameter) -> Placement | str:
-    return parameter.placements[-1] if isinstance(parameter, DTensor) else "whole"

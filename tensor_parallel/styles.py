@@ -279,14 +279,13 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         recipe, length = first.config.recipe, first.config.amax_history_len
         scheme = recipe.gather_scheme["input"]
         assert scheme is not None
-        for layer in layers.values():
-            layer.prepared_by |= {first.fqn}
         if "input" in recipe.delayed:
             # A history of the first layer, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[PREPARED_INPUT] = history
-            for layer in layers.values():
-                layer.prepared_input = history
+        for layer in layers.values():
+            layer.prepared_by |= {first.fqn}
+            layer.prepared_input = first.histories.get(PREPARED_INPUT, layer.prepared_input)
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -142,9 +142,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
     reasons = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
-    for fqn, part in experts.items():
-        is_stored = any(weight.is_stored for weight in weights_of(part).values())
-        reasons[fqn] = _STORED if is_stored else ""
+    stored = [n for n, m in experts.items() if any(w.is_stored for w in weights_of(m).values())]
+    reasons |= dict.fromkeys(stored, _STORED)
     for fqn, why in reasons.items():
         if why:
             raise ValueError(
