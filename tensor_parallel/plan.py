@@ -99,7 +99,15 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
-    _warn_of_fused(fused_layers(model, mesh, resolved))
+    if fused := fused_layers(model, mesh, resolved):
+        warnings.warn(
+            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
+            "several projections in one layer. Each rank gets consecutive output features, not a "
+            "part of each projection, so chunk(3, -1) or split mixes them. Order the rows by head "
+            "and use unflatten(-1, (-1, 3, head_dim)), separate the projections, or gather the "
+            "output (output_layouts=Replicate()). check_tp_plan compares the model with one device",
+            stacklevel=2,
+        )
     check_lengths(model, mesh.size(), resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
@@ -136,18 +144,6 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
             f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
             "styles, which move their inputs and output gradients in high precision. Make the plan "
             "after convert_to_float8_training, or use the float8 styles",
-            stacklevel=3,
-        )
-
-
-def _warn_of_fused(fused: list[str]) -> None:
-    if fused:
-        warnings.warn(
-            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
-            "several projections in one layer. Each rank gets consecutive output features, not a "
-            "part of each projection, so chunk(3, -1) or split mixes them. Order the rows by head "
-            "and use unflatten(-1, (-1, 3, head_dim)), separate the projections, or gather the "
-            "output (output_layouts=Replicate()). check_tp_plan compares the model with one device",
             stacklevel=3,
         )
 
