@@ -8,15 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from fp8_dist.mesh import (
-    GroupNames,
-    Layout,
-    all_reduce_max,
-    groups_over,
-    local_tensor,
-    reduced,
-    sharded_axes,
-)
+from fp8_dist import mesh
 from fp8_dist.torch_internals import funcol
 
 _SIGNIFICAND = 52  # bits of an fp64 number, without the leading one
@@ -65,8 +57,8 @@ def clip_grad_norm_(
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
+            device_mesh = getattr(parameter.grad, "device_mesh", None)
+            by_mesh.setdefault(device_mesh, []).append(parameter)
     norms = []
     if exact and norm_type != 2.0:
         raise ValueError(f"clip_grad_norm_: exact=True is for norm_type=2, not {norm_type}")
@@ -95,20 +87,20 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     Reproducible Summation", 2015.)
     """
     # Elements that several ranks have are summed over the axes that divide them.
-    shards: dict[GroupNames, list[torch.Tensor]] = {}
+    shards: dict[mesh.GroupNames, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.dtype is torch.float64:
             raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
-        gradient = reduced(gradient)
-        layout = Layout.of(gradient)
-        groups = () if layout is None else groups_over(layout.mesh, sharded_axes(layout))
-        shards.setdefault(groups, []).append(local_tensor(gradient).flatten())
+        gradient = mesh.reduced(gradient)
+        layout = mesh.Layout.of(gradient)
+        groups = () if layout is None else mesh.groups_over(layout.mesh, mesh.sharded_axes(layout))
+        shards.setdefault(groups, []).append(mesh.local_tensor(gradient).flatten())
     device = next(iter(shards.values()))[0].device
     amaxes = []
     for groups, pieces in shards.items():
         largest = [p.abs().amax().float() if p.numel() else p.new_zeros(()).float() for p in pieces]
         amax = torch.stack([x.to(pieces[0].device) for x in largest]).amax()
-        amaxes.append(all_reduce_max(amax, groups).to(device))
+        amaxes.append(mesh.all_reduce_max(amax, groups).to(device))
     amax = torch.stack(amaxes).amax()
     room = sum(gradient.numel() for gradient in gradients).bit_length() + 1
     # All squares are less than 2 ** top.

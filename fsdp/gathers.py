@@ -10,31 +10,16 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
+from fp8_dist import torch_internals as internals
 from fp8_dist.fsdp.weight import wrap_sharded
-from fp8_dist.linear.agreement import (
-    check_layers,
-    is_part_of_converted,
-    mark_compared,
-    needs_comparison,
-)
+from fp8_dist.linear import agreement
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    FsdpParameter,
-    fsdp_groups_of_module,
-    fsdp_is_running,
-    fsdp_parameters,
-    fsdp_reduce_scatter_group,
-    fsdp_reshards_to_smaller_mesh,
-    fsdp_roots_of,
-    in_backward,
-    when_fsdp_shards,
-)
 
 
-def _when_sharded(parameter: FsdpParameter) -> None:
+def _when_sharded(parameter: internals.FsdpParameter) -> None:
     """Wrap a sharded parameter; before the first gather of its group, check the group."""
     weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
     for weight in weights:
@@ -43,8 +28,7 @@ def _when_sharded(parameter: FsdpParameter) -> None:
     wrap_sharded(parameter, weights)
     if (group := parameter.led_group) is not None:
         _compare_between_ranks(group)
-        _check_reshards(group)
-        _warn_of_high_precision(group)
+        _check_gathers(group)
 
 
 def _compare_between_ranks(group: Any) -> None:
@@ -53,25 +37,25 @@ def _compare_between_ranks(group: Any) -> None:
     This includes layers whose weights FSDP2 gathers in high precision, because their forward
     reduces amaxes.
     """
-    if not any(needs_comparison(module) for module in group.modules):
+    if not any(agreement.needs_comparison(module) for module in group.modules):
         return
-    for module in filter(needs_comparison, fsdp_roots_of(group)):
+    for module in filter(agreement.needs_comparison, internals.fsdp_roots_of(group)):
         modules = float8_modules(module)
         # A rank that has converted only other parts of the model takes part too.
-        if modules or is_part_of_converted(module):
-            check_layers(module, modules, "FSDP2's first gather")
+        if modules or agreement.is_part_of_converted(module):
+            agreement.check_layers(module, modules, "FSDP2's first gather")
         else:
-            mark_compared(module)
+            agreement.mark_compared(module)
 
 
-when_fsdp_shards(_when_sharded)
+internals.when_fsdp_shards(_when_sharded)
 
 
 def reshard(module: nn.Module, caller: str) -> None:
     """Reshard all FSDP modules, which puts their sharded parameters back in place."""
     names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
-    for part, name in names.items():
-        if in_backward() and any(map(fsdp_is_running, fsdp_groups_of_module(part))):
+    for part, name in names.items() if internals.in_backward() else ():
+        if any(map(internals.fsdp_is_running, internals.fsdp_groups_of_module(part))):
             raise ValueError(
                 f"{caller}: called within a backward of {name} (from a hook?), which still needs "
                 "the unsharded parameters; call it after optimizer.step(), or attach it "
@@ -81,37 +65,30 @@ def reshard(module: nn.Module, caller: str) -> None:
         part.reshard()
 
 
-def _check_reshards(group: Any) -> None:
-    # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh. The
-    # output is float8 bytes, which can't require gradients.
-    if not fsdp_reshards_to_smaller_mesh(group):
-        return
-    for parameter in fsdp_parameters([group]):
-        module, name = parameter.users[0]
-        weight, local = weights_of(module).get(name), local_tensor(parameter.sharded)
-        if weight is not None and hasattr(local, "fsdp_pre_all_gather"):
+def _check_gathers(group: Any) -> None:
+    """Refuse a gather in float8 that reshards; warn once of one that could be in float8."""
+    shards = internals.fsdp_reduce_scatter_group(group)
+    reshards = internals.fsdp_reshards_to_smaller_mesh(group)
+    is_divided = shards is not None and shards.size() > 1
+    for parameter in internals.fsdp_parameters([group]):
+        first, *others = [weights_of(module).get(name) for module, name in parameter.users]
+        is_float8 = hasattr(local_tensor(parameter.sharded), "fsdp_pre_all_gather")
+        if reshards and first is not None and is_float8:
+            # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh.
+            # The output is float8 bytes, which can't require gradients.
             raise ValueError(
-                f"{weight.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
+                f"{first.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
                 "weights that it gathers in float8 to a smaller mesh; use True or False there, or "
                 "leave enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
             )
-
-
-def _warn_of_high_precision(group: Any) -> None:
-    """Warn once of a weight that FSDP2 could gather in float8 if the config asked for it."""
-    shards = fsdp_reduce_scatter_group(group)
-    if shards is None or shards.size() == 1 or fsdp_reshards_to_smaller_mesh(group):
-        return
-    for parameter in fsdp_parameters([group]):
-        weights = [weights_of(module).get(name) for module, name in parameter.users]
-        if weights[0] is not None and all(map(_leaves_gather_open, weights)):
+        is_open = is_divided and not reshards and all(map(_leaves_gather_open, (first, *others)))
+        if first is not None and is_open:
             warn_once(
                 "gather in high precision",
-                f"{weights[0].fqn} and layers like it: FSDP2 gathers their weights in high "
+                f"{first.fqn} and layers like it: FSDP2 gathers their weights in high "
                 "precision, because enable_fsdp_float8_all_gather is not set in their config. Set "
                 'it to "auto" to gather float8, 1 byte per element, or to False to leave it so',
             )
-            return
 
 
 def _leaves_gather_open(weight: Float8Weight | None) -> bool:

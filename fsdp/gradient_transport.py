@@ -25,36 +25,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fp8_dist import torch_internals as internals
+from fp8_dist import transport as wire
 from fp8_dist.linear.agreement import Facts, has_stand_ins
+from fp8_dist.linear.weights import checked_module
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    FsdpParameter,
-    announce_fsdp_reductions,
-    fill_fsdp_gradients,
-    fsdp_divisor,
-    fsdp_groups_of_module,
-    fsdp_padded_shapes,
-    fsdp_parameters,
-    fsdp_ranks,
-    fsdp_reduce_scatter_group,
-    fsdp_reduces_unused,
-    fsdp_reduction,
-    fsdp_sums,
-    set_fsdp_reduction,
-    without_fsdp_gradient,
-)
-from fp8_dist.transport import (
-    Encoding,
-    Part,
-    all_reduce,
-    decode,
-    encode,
-    exchanged,
-    runs_of,
-    sum_decoded,
-)
 
 Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]
@@ -76,10 +52,12 @@ class EncodedReduction:
     # part of the sum.
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
-    def __init__(self, module: str, number: int, group: Any, encodings: Sequence[Encoding]) -> None:
-        shapes = fsdp_padded_shapes(group).items()
+    def __init__(
+        self, module: str, number: int, group: Any, encodings: Sequence[wire.Encoding]
+    ) -> None:
+        shapes = internals.fsdp_padded_shapes(group).items()
         self.parts_of = {
-            parameter: Part(shape.numel(), encoding, shape[1:].numel())
+            parameter: wire.Part(shape.numel(), encoding, shape[1:].numel())
             for (parameter, shape), encoding in zip(shapes, encodings, strict=True)
         }
         self.module = module
@@ -92,19 +70,19 @@ class EncodedReduction:
         self.has_gradients = False  # FSDP2 has allocated the buffer for gradients
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[wire.Part]:
         """The parts of the current reduction's message."""
         parts = [self.parts_of[parameter] for parameter in self.parameters]
-        if fsdp_ranks(self.group) > 1:
-            parts.append(Part(len(parts) + 1, None))
+        if internals.fsdp_ranks(self.group) > 1:
+            parts.append(wire.Part(len(parts) + 1, None))
         return parts
 
     def complete(self, runs: bool) -> None:
         """Add gradients of -0, see Note [Ranks that use different parameters]."""
-        parameters = list(fsdp_parameters([self.group]))
+        parameters = list(internals.fsdp_parameters([self.group]))
         self.used = {p.own for p in parameters if p.has_gradient()}
-        keeps_unused = fsdp_reduces_unused(self.group)
-        is_filled = keeps_unused or fsdp_ranks(self.group) > 1
+        keeps_unused = internals.fsdp_reduces_unused(self.group)
+        is_filled = keeps_unused or internals.fsdp_ranks(self.group) > 1
         if not self.used and not (is_filled and (runs or keeps_unused)):
             return  # FSDP2 reduces nothing
         counts = EncodedReduction.check is None or EncodedReduction.check(self)
@@ -112,7 +90,7 @@ class EncodedReduction:
             self.used.clear()
         if is_filled:
             trained = [p for p in parameters if p.is_trained or p.has_gradient()]
-            fill_fsdp_gradients([p for p in trained if p.own not in self.used], -0.0)
+            internals.fill_fsdp_gradients([p for p in trained if p.own not in self.used], -0.0)
 
     def prepare(
         self,
@@ -127,26 +105,24 @@ class EncodedReduction:
         """
         self.parameters, self.has_gradients = parameters, False
         self.is_final = replicas is None and hook is None
-        if fsdp_ranks(self.group) == 1:
+        if internals.fsdp_ranks(self.group) == 1:
             return replicas, self._round_then(hook)  # FSDP2 calls no reduce-scatter
-        shards = fsdp_reduce_scatter_group(self.group).size()
-        gradients.append(self._flags(gradients[0].new_ones(shards, len(parameters) + 1)))
+        shards = internals.fsdp_reduce_scatter_group(self.group).size()
+        flags = gradients[0].new_ones(shards, len(parameters) + 1)
+        flags[:, -1] = self.number
+        for i, parameter in enumerate(parameters):
+            if parameter not in self.used:
+                flags[:, i] = 0
+        gradients.append(flags)
         encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
         unused = [
             i
             for i, p in enumerate(parameters)
-            if p not in self.used and FsdpParameter(p).sharded.grad is None
+            if p not in self.used and internals.FsdpParameter(p).sharded.grad is None
         ]
-        if not unused or fsdp_reduces_unused(self.group):
+        if not unused or internals.fsdp_reduces_unused(self.group):
             return encoded, hook
         return encoded, self._drop_unused(unused, hook)
-
-    def _flags(self, ones: torch.Tensor) -> torch.Tensor:
-        ones[:, -1] = self.number
-        for i, parameter in enumerate(self.parameters):
-            if parameter not in self.used:
-                ones[:, i] = 0
-        return ones
 
     def _drop_unused(self, unused: Sequence[int], hook: Hook | None) -> Hook:
         """Let FSDP2 drop the gradients of parameters that no rank has used, after a hook."""
@@ -157,14 +133,14 @@ class EncodedReduction:
             counts = output[-len(self.parameters) - 1 :].tolist()
             for i in unused:
                 if counts[i] == 0:
-                    self.parameters[i] = without_fsdp_gradient(self.parameters[i])
+                    self.parameters[i] = internals.without_fsdp_gradient(self.parameters[i])
 
         return drop
 
     def _round_then(self, hook: Hook | None) -> Hook:
         def round_then_hook(output: torch.Tensor) -> None:
-            runs = runs_of(self.parts)
-            output.copy_(decode(encode(output, runs, output.dtype), runs, output.dtype))
+            runs = wire.runs_of(self.parts)
+            output.copy_(wire.decode(wire.encode(output, runs, output.dtype), runs, output.dtype))
             if hook is not None:
                 hook(output)
 
@@ -195,19 +171,22 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rows, runs = input_tensor.view(group.size(), -1), runs_of(self.parts)
+        rows, runs = input_tensor.view(group.size(), -1), wire.runs_of(self.parts)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        received = exchanged(rows, runs, group)
-        if received.is_cpu and not isinstance(received, STAND_INS):  # else the host would wait
+        received = wire.exchanged(rows, runs, group)
+        # On another device the host would wait.
+        if received.is_cpu and not isinstance(received, internals.STAND_INS):
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before it is added to what is accumulated.
-        start = self._accumulated(rows) if self.is_final and fsdp_sums(self.group) else None
-        total = sum_decoded(received, runs, rows.dtype, start)
-        output_tensor.copy_(total.div_(fsdp_divisor(self.group, op, group)))
+        start = None
+        if self.is_final and internals.fsdp_sums(self.group):
+            start = self._accumulated(rows)
+        total = wire.sum_decoded(received, runs, rows.dtype, start)
+        output_tensor.copy_(total.div_(internals.fsdp_divisor(self.group, op, group)))
 
     def _check_modules(self, numbers: torch.Tensor) -> None:
         """Raise ValueError if the pieces of ranks are those of several modules."""
-        group = fsdp_reduce_scatter_group(self.group)
+        group = internals.fsdp_reduce_scatter_group(self.group)
         ranks, expected = dist.get_process_group_ranks(group), numbers[group.rank()]
         if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
             raise ValueError(
@@ -223,7 +202,7 @@ class EncodedReduction:
         """
         total, begin = None, 0
         for parameter in self.parameters:
-            grad = FsdpParameter(parameter).sharded.grad
+            grad = internals.FsdpParameter(parameter).sharded.grad
             if grad is not None and grad.device == rows.device:
                 shard = local_tensor(grad)
                 if total is None:
@@ -248,8 +227,8 @@ class EncodedReplicas:
     def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
         """All-reduce the only tensor of a list in place; ``dist.all_reduce`` calls this."""
         (x,) = tensors
-        divisor = fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
-        x.copy_(all_reduce(x, self.shards.parts, self.replicas, divisor=divisor))
+        divisor = internals.fsdp_divisor(self.shards.group, options.reduceOp, self.replicas)
+        x.copy_(wire.all_reduce(x, self.shards.parts, self.replicas, divisor=divisor))
 
 
 def set_gradient_transport(
@@ -305,14 +284,14 @@ def set_gradient_transport(
     encodings = _encodings(model, groups, transport, high_precision)
     if not has_stand_ins(model.parameters()):
         _check_agreement(groups, encodings)
-    announce_fsdp_reductions(EncodedReduction)
+    internals.announce_fsdp_reductions(EncodedReduction)
     for number, (module, group) in enumerate(groups.items()):
         if transport is not None:
             name = module or "the root module"
             reduction = EncodedReduction(name, number, group, [*encodings[module].values()])
-            set_fsdp_reduction(group, reduction)
-        elif isinstance(fsdp_reduction(group), EncodedReduction):  # not one of other code
-            set_fsdp_reduction(group, None)
+            internals.set_fsdp_reduction(group, reduction)
+        elif isinstance(internals.fsdp_reduction(group), EncodedReduction):  # not one of other code
+            internals.set_fsdp_reduction(group, None)
 
 
 def _encodings(
@@ -320,11 +299,11 @@ def _encodings(
     groups: Mapping[str, Any],
     transport: Transport | None,
     high_precision: Filter | None,
-) -> dict[str, dict[str, Encoding]]:
+) -> dict[str, dict[str, wire.Encoding]]:
     """Return the encodings of gradients: by module, then by parameter, in the group's order."""
     # The keys of model.state_dict().
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
-    encodings: dict[str, dict[str, Encoding]] = {}
+    encodings: dict[str, dict[str, wire.Encoding]] = {}
     for module, group in groups.items():
         by_name = encodings[module] = {}
         for p in _parameters(group):
@@ -345,11 +324,11 @@ def _encodings(
 
 def _parameters(group: Any) -> list[nn.Parameter]:
     """The parameters of a parameter group, in its order, as their modules have them."""
-    return [getattr(*parameter.users[0]) for parameter in fsdp_parameters([group])]
+    return [getattr(*parameter.users[0]) for parameter in internals.fsdp_parameters([group])]
 
 
 def _check_agreement(
-    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, Encoding]]
+    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, wire.Encoding]]
 ) -> None:
     """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
     facts = Facts()
@@ -365,10 +344,7 @@ def _check_agreement(
 
 def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
     """Raise if arguments of :func:`set_gradient_transport` are invalid."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"{_CALLER} needs a module that fully_shard was called on, got a {type(model).__name__}"
-        )
+    checked_module(model)
     known = (*get_args(Transport), None)
     if transport not in known:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
@@ -387,13 +363,14 @@ def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
 def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        module_groups = fsdp_groups_of_module(module) if isinstance(module, FSDPModule) else []
+    modules = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+    for name, module in modules.items():
+        module_groups = internals.fsdp_groups_of_module(module)
         if transport is not None:
             _check_takes_transport(module_groups, name or "the root module")
         for group in module_groups:
             is_known = group in groups.values()  # several modules may share it
-            if not is_known and fsdp_reduce_scatter_group(group) is not None:
+            if not is_known and internals.fsdp_reduce_scatter_group(group) is not None:
                 groups[name] = group
     if not groups:
         raise ValueError(
@@ -412,12 +389,12 @@ def _check_takes_transport(groups: Sequence[Any], module: str) -> None:
             "a module. Shard its parts apart, with one mesh each"
         )
     for group in groups:
-        if fsdp_reduce_scatter_group(group) is None:
+        if internals.fsdp_reduce_scatter_group(group) is None:
             raise ValueError(
                 f"{_CALLER}: {module} is replicated (replicate, not fully_shard): its gradients "
                 "are all-reduced, and there is no reduce-scatter"
             )
-        reduction = fsdp_reduction(group)
+        reduction = internals.fsdp_reduction(group)
         if not isinstance(reduction, EncodedReduction | None):
             raise ValueError(
                 f"{_CALLER}: {module} has a reduce-scatter of its own "

@@ -8,15 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8_dist import torch_internals as internals
 from fp8_dist.fsdp.gradient_transport import EncodedReduction
-from fp8_dist.torch_internals import (
-    fsdp_groups,
-    fsdp_has_second_reduction,
-    fsdp_parameters,
-    fsdp_reduce_scatter_group,
-    fsdp_reduction,
-    fsdp_sums,
-)
 
 _UNREDUCED = (
     "a backward has left gradients of {} unreduced. They are added to those of another micro-batch "
@@ -109,13 +102,13 @@ def _waiting() -> list[EncodedReduction]:
     return [
         reduction
         for reduction in _reductions()
-        if any(parameter.has_unreduced() for parameter in fsdp_parameters([reduction.group]))
+        if any(p.has_unreduced() for p in internals.fsdp_parameters([reduction.group]))
     ]
 
 
 def _reductions() -> list[EncodedReduction]:
     """The reductions of all models that have a transport."""
-    reductions = map(fsdp_reduction, fsdp_groups())
+    reductions = map(internals.fsdp_reduction, internals.fsdp_groups())
     return [x for x in reductions if isinstance(x, EncodedReduction)]
 
 
@@ -134,11 +127,11 @@ def _problems_of_all(ranks: list[int]) -> str | None:
 def _problems(reduction: EncodedReduction, mesh: list[int]) -> Iterator[str]:
     """Yield the reasons why a reduction over ranks can't sum micro-batches of a mesh's ranks."""
     group, name = reduction.group, reduction.module
-    parameters = [p for p in fsdp_parameters([group]) if p.is_trained]
-    ranks = dist.get_process_group_ranks(fsdp_reduce_scatter_group(group))
+    parameters = [p for p in internals.fsdp_parameters([group]) if p.is_trained]
+    ranks = dist.get_process_group_ranks(internals.fsdp_reduce_scatter_group(group))
     # Sums follow the order of the mesh, whose ranks may each stand for several ranks of the group.
     places = [ranks.index(rank) * len(mesh) // len(ranks) for rank in mesh if rank in ranks]
-    if fsdp_has_second_reduction(group):
+    if internals.fsdp_has_second_reduction(group):
         yield (
             f"{name} is under HSDP (or has set_all_reduce_hook), which sums the sums of shards "
             "over replicas; shard it over one axis of all ranks"
@@ -151,7 +144,7 @@ def _problems(reduction: EncodedReduction, mesh: list[int]) -> Iterator[str]:
         yield f"{name} has CPU offload, which adds gradients on the CPU; leave it out"
     if any(parameter.sharded.dtype != torch.float32 for parameter in parameters):
         yield f"{name} trains parameters that are not fp32, in whose dtype sums would be rounded"
-    if not fsdp_sums(group):
+    if not internals.fsdp_sums(group):
         yield (
             f"{name} averages gradients; call set_gradient_divide_factor(1.0) and "
             "set_force_sum_reduction_for_comms(True) of each FSDPModule, and divide the loss by "

@@ -9,14 +9,9 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
+from fp8_dist.linear import optimizer_steps
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, advance
 from fp8_dist.linear.module import Float8Linear, float8_layers
-from fp8_dist.linear.optimizer_steps import (
-    after_steps,
-    check_not_replaced,
-    hooked_optimizers,
-    updated_by,
-)
 from fp8_dist.linear.weights import float8_weights, mark_scales_ready, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import disabled_in_graphs
@@ -176,7 +171,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     """
     weights = weights_of_model(module, "attach_update")
     reshard(module, "attach_update")  # puts the parameters in place that an optimizer updates
-    optimizers = hooked_optimizers(optimizer)
+    optimizers = optimizer_steps.hooked_optimizers(optimizer)
     if not optimizers:
         raise TypeError(
             f"attach_update: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs "
@@ -185,7 +180,9 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         )
     parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
     trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
-    fitting = [opt for opt in optimizers if not trained.keys().isdisjoint(updated_by(opt))]
+    fitting = [
+        opt for opt in optimizers if not trained.keys().isdisjoint(optimizer_steps.updated_by(opt))
+    ]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
@@ -194,10 +191,10 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "apply_tp_plan and fully_shard, which make new parameters"
         )
     for opt in optimizers:
-        check_not_replaced(opt)
+        optimizer_steps.check_not_replaced(opt)
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear
             update_float8_scales(module)
 
-    return after_steps(fitting or optimizers, update_converted)
+    return optimizer_steps.after_steps(fitting or optimizers, update_converted)

@@ -18,7 +18,6 @@ offload they run on a copy.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -26,35 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.encoding import as_bytes
-from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.linear.weight import Float8Weight, GatherPlan
 from fp8_dist.linear.weights import weights_of
 from fp8_dist.mesh import Layout, local_sizes, local_tensor
-from fp8_dist.scaling import Quantized, Scales, Scheme, Start
+from fp8_dist.scaling import Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8
 from fp8_dist.tensor.wrapper import padded_shard, unpadded
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    FsdpParameter,
-    dtensor_local,
-    is_plain,
-    set_dtensor_local,
-    unnoticed_writes,
-)
 
-
-class _Metadata(NamedTuple):
-    """Metadata for :meth:`Float8AllGatherWeight.fsdp_post_all_gather`."""
-
-    scheme: Scheme
-    scales: Scales  # of the unsharded weight, except for the gathered levels
-    start: Start
-    splits_blocks: bool
-    size: torch.Size
-    gathered: tuple[int, ...]  # the levels whose scales are gathered too
-    is_packed: bool
+# The metadata of a gather: the plan, the scheme, the scales of the unsharded weight (except for the
+# levels whose scales are gathered), and the weight's size.
+_Metadata = tuple[GatherPlan, Scheme, Scales, torch.Size]
 
 
 class Float8AllGatherWeight(KnownWeight):
@@ -95,8 +80,7 @@ class Float8AllGatherWeight(KnownWeight):
             scales = tuple([scale.to(cast.qdata.device) for scale in parts])
         inputs = (data, *[_as_input(cast.scales[i]) for i in plan.moving])
         # The metadata must not refer to the cast, whose memory it would keep.
-        rest = *plan.position_of_whole, outer_size, plan.moving, plan.packs
-        return inputs, _Metadata(scheme, scales, *rest)
+        return inputs, (plan, scheme, scales, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -108,34 +92,34 @@ class Float8AllGatherWeight(KnownWeight):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        scheme, known, start, splits_blocks, size, gathered, is_packed = metadata
-        scales, shapes = list(known), scheme.scale_shapes(size, start)
-        for i, scale in zip(gathered, arrived, strict=True):
+        plan, scheme, known, size = metadata
+        scales, shapes = list(known), scheme.scale_shapes(size, plan.position_of_whole[0])
+        for i, scale in zip(plan.moving, arrived, strict=True):
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
         if out is not None:
             # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            if is_packed:
+            if plan.packs:
                 _unpack(data, unsharded.qdata, scheme)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
         # tensors that this method returns. The output is the padded weight. It has another shape
         # if a dim other than the first is sharded.
-        if is_packed:
+        if plan.packs:
             with torch.inference_mode(False):  # it is kept for training
                 qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
         else:
             qdata = unpadded(data, scheme.dtype, size)
-        weight = Quantized(qdata, tuple(scales), scheme, start, splits_blocks)
-        return Float8Tensor.of(weight, param_dtype), (qdata,) if is_packed else ()
+        weight = Quantized(qdata, tuple(scales), scheme, *plan.position_of_whole)
+        return Float8Tensor.of(weight, param_dtype), (qdata,) if plan.packs else ()
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     """Unpack an all-gather output, and free it: FSDP2 allocates it again for the next gather."""
-    with unnoticed_writes(qdata):  # the backward reads the same tensor again
+    with internals.unnoticed_writes(qdata):  # the backward reads the same tensor again
         scheme.unpack(data, qdata)
     data.untyped_storage().resize_(0)
 
@@ -146,7 +130,7 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
-def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> None:
+def wrap_sharded(parameter: internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
     """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as its layers ask.
 
     A weight that is gathered in high precision gets a tensor that holds the statistics of
@@ -161,7 +145,7 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
             parallelism leaves some rank with none of it, whose gradient FSDP2 can't reduce.
     """
     users, sharded = parameter.users, parameter.sharded
-    local = dtensor_local(sharded)
+    local = internals.dtensor_local(sharded)
     asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
     if isinstance(local, PackedFloat8) and not _packs(weights[0]):
         data = local.unpacked(weights[0].schemes[0])
@@ -188,22 +172,22 @@ def wrap_sharded(parameter: FsdpParameter, weights: Sequence[Float8Weight]) -> N
         parameter.replace_local(Float8AllGatherWeight(plain, users[0][1]))
         if asking[0].schemes[0].packed_dtype is not None:
             _packs(asking[0])  # for its warning
-    elif is_plain(local) and any(weight.kept() for weight in weights):
+    elif internals.is_plain(local) and any(weight.kept() for weight in weights):
         parameter.replace_local(KnownWeight(local))
 
 
 def _packs(weight: Float8Weight) -> bool:
     """Whether FSDP2 gathers a weight of four bits packed; warn once if it does not."""
-    layout, packs = weight.gather_plan().layout, weight.gather_plan().packs
-    if not packs:
+    plan = weight.gather_plan()
+    if not plan.packs:
         warn_once(
             "gather not packed",
             f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
             "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
-            f"of columns can be packed, not {tuple(layout.shape)} as {list(layout.placements)} on "
-            f"{layout.mesh}",
+            f"of columns can be packed, not {tuple(plan.layout.shape)} as "
+            f"{list(plan.layout.placements)} on {plan.layout.mesh}",
         )
-    return packs
+    return plan.packs
 
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
@@ -211,6 +195,8 @@ def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
     for weight in weights:
         parameter = weight.parameter()
         if isinstance(parameter, DTensor):
-            set_dtensor_local(parameter, KnownWeight.unwrap(dtensor_local(parameter)))
+            internals.set_dtensor_local(
+                parameter, KnownWeight.unwrap(internals.dtensor_local(parameter))
+            )
         if weight.fsdp is not None:
             weight.fsdp.forget_hooks()

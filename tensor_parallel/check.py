@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,8 +36,7 @@ _ROUNDING = 2.0**-12
 # differences that exceed the values themselves count then.
 _FEW = 64
 
-_Tensors = list[torch.Tensor]
-_K = TypeVar("_K")
+_Tensors = Mapping[Any, list[torch.Tensor]]
 
 
 def check_tp_plan(
@@ -113,14 +112,18 @@ def check_tp_plan(
         _compare_outputs({"", *matched(model, plan)}, *runs)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
-        _compare_gradients(_errors(mesh, *(run.gradients() for run in runs)))
+        for name, error in _errors(mesh, *(run.gradients() for run in runs)).items():
+            if error.counts:
+                raise ValueError(
+                    f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
+                    f"{name!r} is the first that differs from one device's under the plan: {error}."
+                    " Does it need a style that sums its gradient, such as SequenceParallel?"
+                )
     styles = {name: style for pattern, style in plan.items() for name in matched(model, [pattern])}
     checked_layers.update(model.get_submodule(n) for n in fused_layers(model, mesh, styles))
 
 
-class _Call(NamedTuple):
-    name: str
-    number: int  # among the calls of the module
+_Call = tuple[str, int]  # the name of a module, and the number of a call of it
 
 
 class _Error(NamedTuple):
@@ -149,7 +152,6 @@ class _Run:
     Attributes:
         outputs: copies of the outputs of modules, whole or local, in the order in which calls end.
             The last ones are the model's.
-        begun: the names of modules, in the order in which calls begin.
         within: the names of the modules whose calls have not ended.
         is_forward: whether outputs are copied: not those of recomputations in the backward.
     """
@@ -157,13 +159,11 @@ class _Run:
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.model, self.mesh = model, mesh
         self.outputs: dict[_Call, list[torch.Tensor]] = {}
-        self.begun: list[str] = []
         self.within: list[str] = []
         self.is_forward = True
 
     def forward(self, batch: Any, *, rounds: bool) -> None:
         def enter(name: str, *_: Any) -> None:
-            self.begun += [name] * self.is_forward
             self.within.append(name)
 
         def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -171,9 +171,9 @@ class _Run:
             if rounds:
                 output = tree_map_only(torch.Tensor, _rounded, output)
             if self.is_forward:
-                number = sum(call.name == name for call in self.outputs)
+                number = sum(called == name for called, _ in self.outputs)
                 copies = [_whole(x.detach()).clone() for x in _floating(output)]
-                self.outputs[_Call(name, number)] = copies
+                self.outputs[name, number] = copies
             return output
 
         # They stay for the backward, where activation checkpointing calls modules again.
@@ -212,7 +212,7 @@ class _Run:
         """The trained parameters, in about the order in which a backward comes to them."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         # Parameters that no call of their own module uses come last.
-        order = {name: i for i, name in enumerate(reversed(self.begun))}
+        order = {name: i for i, (name, _) in enumerate(reversed(self.outputs))}
         named.sort(key=lambda pair: order.get(pair[0].rpartition(".")[0], len(order)))
         return dict(named)
 
@@ -244,13 +244,13 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
     mesh, comparable = one.mesh, {}
     for call, expected in one.outputs.items():
         outputs = parallel.outputs.get(call, [])
-        if call.name in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
+        if call[0] in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
             comparable[call] = outputs
     errors = _errors(mesh, one.outputs, rounded.outputs, comparable)
     agreeing = "no module"
     for call, expected in one.outputs.items():
-        suffix = ""
-        if errors[call].counts and call.name:
+        (name, _), suffix = call, ""
+        if errors[call].counts and name:
             # They may be summands, which a module around this one adds.
             sums = [torch.zeros_like(x) for x in expected]
             for total, x in zip(sums, comparable.get(call, []), strict=False):
@@ -263,30 +263,17 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
                 errors[call], suffix = error, ", summed over ranks,"
         if errors[call].counts:
             raise ValueError(
-                f"check_tp_plan: the output of {_named(call.name)} is the first that differs from "
+                f"check_tp_plan: the output of {_named(name)} is the first that differs from "
                 f"one device's under the plan: {errors[call]}. Before it, that of {agreeing} "
                 "agrees. Look at the plan's entries up to this module, and at code between the two "
                 "that takes a part of the features, or a summand, for the whole (chunk, split)"
             )
-        agreeing = f"{call.name!r}{suffix}" if errors[call].ratio >= 0 else agreeing
-
-
-def _compare_gradients(errors: dict[str, _Error]) -> None:
-    for name, error in errors.items():
-        if error.counts:
-            raise ValueError(
-                f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
-                f"{name!r} is the first that differs from one device's under the plan: {error}. "
-                "Does it need a style that sums its gradient, such as SequenceParallel?"
-            )
+        agreeing = f"{name!r}{suffix}" if errors[call].ratio >= 0 else agreeing
 
 
 def _errors(
-    mesh: DeviceMesh,
-    one: dict[_K, _Tensors],
-    rounded: dict[_K, _Tensors],
-    parallel: dict[_K, _Tensors],
-) -> dict[_K, _Error]:
+    mesh: DeviceMesh, one: _Tensors, rounded: _Tensors, parallel: _Tensors
+) -> dict[Any, _Error]:
     """The largest error of each list of tensors, over the tensors and over the ranks.
 
     Its ratio is -1 if ``parallel`` does not have the list on any rank.

@@ -26,15 +26,25 @@ class _ExpertsStyle(CheckedStyle):
                 f"around them; apply the style to its {', '.join(inside)}"
             )
             return
-        if experts_config(module) is None:
+        if (config := experts_config(module)) is None:
             yield (
                 f"{type(self).__name__} is for experts, but a {type(module).__name__} has none in "
                 "float8; call convert_experts_to_float8_training first"
             )
             return
-        fqn = next(iter(weights_of(module).values())).fqn or "the module"
-        yield from (f"{fqn}: {misfit}" for misfit in self.misfits_of_experts(module))
-        for name, placement in self.placements(module).items():
+        fqn, placements = next(iter(weights_of(module).values())).fqn, self.placements(module)
+        fqn = fqn or "the module"
+        if not placements:
+            yield (
+                f"{fqn}: the features of a {type(module).__name__} can't be divided; use "
+                "Float8ExpertParallel"
+            )
+        elif config.combine == "float8" and Shard(0) not in placements.values():
+            yield (
+                f"{fqn}: combine='float8' would cast the outputs before they are summed over "
+                "ranks; use combine='high_precision'"
+            )
+        for name, placement in placements.items():
             dim = sharded_dim(placement, 3)
             assert dim is not None
             count = module.get_parameter(name).shape[dim] // getattr(placement, "split_factor", 1)
@@ -43,10 +53,6 @@ class _ExpertsStyle(CheckedStyle):
                     f"{fqn}.{name}: {count} {'features' if dim else 'experts'} can't be divided "
                     f"equally between {size} ranks; choose a number of ranks that divides it"
                 )
-
-    def misfits_of_experts(self, module: nn.Module) -> Iterator[str]:
-        """Yield the reasons that follow from the kind of experts or from their config."""
-        yield from ()
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
@@ -106,16 +112,3 @@ class Float8ExpertTensorParallel(_ExpertsStyle):
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
         return parts_of(module)
-
-    def misfits_of_experts(self, module: nn.Module) -> Iterator[str]:
-        config = experts_config(module)
-        if config is not None and config.combine == "float8":
-            yield (
-                "combine='float8' would cast the outputs before they are summed over ranks; use "
-                "combine='high_precision'"
-            )
-        if not self.placements(module):
-            yield (
-                f"the features of a {type(module).__name__} can't be divided; use "
-                "Float8ExpertParallel"
-            )

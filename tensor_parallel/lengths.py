@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
@@ -28,8 +20,8 @@ def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyl
     Only dims are checked along which styles read plain parts. The last dim has features, whose
     number the layers know. Call this before the styles are applied, so that the check runs first.
     """
-    parts = {name: list(_simple_styles(style)) for name, style in styles.items()}
-    layouts = (layout for part in parts.values() for style in part for layout in _read(style))
+    parts = [(name, part) for name, style in styles.items() for part in _simple_styles(style)]
+    layouts = (layout for _, style in parts for layout in _read(style))
     dims = {layout.dim for layout in layouts if isinstance(layout, Shard)}
     if not dims or size == 1:
         return
@@ -51,28 +43,27 @@ def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyl
                     "return DTensors (use_local_output=False)"
                 )
 
-    for name, part in parts.items():
-        for style in part:
-            _add_check(name, model.get_submodule(name), style, check)
+    for name, style in parts:
+        _add_check(name, model.get_submodule(name), style, check)
 
 
 def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
     if not getattr(style, "use_local_output", False):
         return
-    if isinstance(style, PrepareModuleInput):
+    if isinstance(style, parallel.PrepareModuleInput):
         pairs = style.input_layouts or (), style.desired_input_layouts or ()
         module.register_forward_pre_hook(lambda _, args: check(name, args, *pairs))
-    elif isinstance(style, PrepareModuleOutput):
+    elif isinstance(style, parallel.PrepareModuleOutput):
         pairs = style.output_layouts, style.desired_output_layouts
         module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
-    elif isinstance(style, ColwiseParallel | RowwiseParallel):
+    elif isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
         layouts: Any = style.output_layouts  # of a DTensor with any placement
         module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
 def _simple_styles(style: Any) -> Iterator[Any]:
     """Yield the styles of which a style consists."""
-    if isinstance(style, PrepareModuleInputOutput):
+    if isinstance(style, parallel.PrepareModuleInputOutput):
         yield from (style.prepare_module_input, style.prepare_module_output)
     else:
         yield style
@@ -80,10 +71,10 @@ def _simple_styles(style: Any) -> Iterator[Any]:
 
 def _read(style: Any) -> Iterable[Placement | None]:
     """The placements that a style assumes for plain inputs."""
-    if isinstance(style, SequenceParallel):
+    if isinstance(style, parallel.SequenceParallel):
         return style.sequence_sharding
-    if isinstance(style, PrepareModuleInput):
+    if isinstance(style, parallel.PrepareModuleInput):
         return (*(style.input_layouts or ()), *style.input_kwarg_layouts.values())
-    if isinstance(style, ColwiseParallel | RowwiseParallel):
+    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
         return style.input_layouts  # type: ignore[no-any-return]
     return ()

@@ -12,8 +12,6 @@ from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
-_WEIGHTS = (Shard(0), Shard(1), Replicate())
-
 
 def declare_placements(
     layer: Float8Linear,
@@ -80,7 +78,19 @@ def declare_placements(
     check_axis(mesh, f"{layer.fqn}: declare_placements")
     if weight == Shard(-1):
         weight = Shard(1)
-    _check_placements(layer, weight, input, output)
+    can_sum = output == Partial() and weight == Shard(1) and layer.bias is None
+    can_write = isinstance(output, Shard | Replicate) or can_sum
+    writes = "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()"
+    has_weight = weight in (Shard(0), Shard(1), Replicate())
+    for name, given, fits, allowed in (
+        ("weight", weight, has_weight, "Shard(0), Shard(1) or Replicate()"),
+        ("input", input, isinstance(input, Shard | Replicate), "a Shard or Replicate()"),
+        ("output", output, can_write, writes),
+    ):
+        if not isinstance(given, Placement):
+            raise TypeError(f"{layer.fqn}: {name}={given!r} is not a placement, such as Shard(0)")
+        if not fits:
+            raise ValueError(f"{layer.fqn}: {name}={given!r}, but it must be {allowed}")
     check_transport(reduce_transport, layer.fqn)
     if reduce_transport is not None and (weight == Replicate() or output == Partial()):
         raise ValueError(
@@ -88,43 +98,13 @@ def declare_placements(
             "of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one, "
             f"not to {weight=}, {input=}, {output=}"
         )
-    _check_shapes(layer, mesh, weight)
-    layer.local_placements = LocalPlacements(mesh, weight, input)
-    layer.output_placements = (output,)
-    layer.reduce_transport = reduce_transport
-    attach_statistics([layer.float8_weight])
-    return layer
-
-
-def _check_placements(
-    layer: Float8Linear, weight: Placement, input: Placement, output: Placement
-) -> None:
-    summed = output == Partial() and weight == Shard(1) and layer.bias is None
-    for name, given, fits, allowed in (
-        ("weight", weight, weight in _WEIGHTS, "Shard(0), Shard(1) or Replicate()"),
-        ("input", input, isinstance(input, Shard | Replicate), "a Shard or Replicate()"),
-        (
-            "output",
-            output,
-            isinstance(output, Shard | Replicate) or summed,
-            "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()",
-        ),
-    ):
-        if not isinstance(given, Placement):
-            raise TypeError(f"{layer.fqn}: {name}={given!r} is not a placement, such as Shard(0)")
-        if not fits:
-            raise ValueError(f"{layer.fqn}: {name}={given!r}, but it must be {allowed}")
-
-
-def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> None:
-    """Raise, on all ranks, for a weight whose sizes can't be those of a rank's part."""
-    parameter = layer.weight
-    if parameter.ndim != 2:
+    # The sizes of the weight must be those of a rank's part; they are alike on all ranks.
+    if layer.weight.ndim != 2:
         raise ValueError(
-            f"{layer.fqn}: the weight has shape {tuple(parameter.shape)}, not [out_features, "
+            f"{layer.fqn}: the weight has shape {tuple(layer.weight.shape)}, not [out_features, "
             "in_features] (flattened by FSDP1?); use fully_shard (FSDP2)"
         )
-    layout = layout_over(parameter, mesh, weight, layer.fqn)
+    layout = layout_over(layer.weight, mesh, weight, layer.fqn)
     for dim, name in enumerate(("out_features", "in_features")):
         features, whole = getattr(layer, name), layout.shape[dim]
         part = whole // mesh.size() if weight == Shard(dim) else whole
@@ -134,3 +114,8 @@ def _check_shapes(layer: Float8Linear, mesh: DeviceMesh, weight: Placement) -> N
                 f"nor the global one, {whole}, of a weight declared as {weight!r} on {mesh.size()} "
                 "ranks. Pad the layer to equal parts, or use the parallel styles"
             )
+    layer.local_placements = LocalPlacements(mesh, weight, input)
+    layer.output_placements = (output,)
+    layer.reduce_transport = reduce_transport
+    attach_statistics([layer.float8_weight])
+    return layer

@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -25,12 +25,7 @@ from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
-from fp8_dist.tensor_parallel.styles import (
-    CheckedStyle,
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    described,
-)
+from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
@@ -104,11 +99,22 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
-    _warn_of_fused(fused_layers(model, mesh, resolved))
+    if fused := fused_layers(model, mesh, resolved):
+        warnings.warn(
+            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
+            "several projections in one layer. Each rank gets consecutive output features, not a "
+            "part of each projection, so chunk(3, -1) or split mixes them. Order the rows by head "
+            "and use unflatten(-1, (-1, 3, head_dim)), separate the projections, or gather the "
+            "output (output_layouts=Replicate()). check_tp_plan compares the model with one device",
+            stacklevel=2,
+        )
     check_lengths(model, mesh.size(), resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
-        places = {name: _place(model.get_parameter(name)) for name in tie}
+        tied = {name: model.get_parameter(name) for name in tie}
+        places = {
+            n: p.placements[-1] if isinstance(p, DTensor) else "whole" for n, p in tied.items()
+        }
         if len({*places.values()}) > 1:
             listed = ", ".join(f"{name} {place}" for name, place in places.items())
             raise ValueError(
@@ -117,11 +123,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 "(RowwiseParallel for an nn.Embedding and ColwiseParallel for an nn.Linear are "
                 "Shard(0)), or untie them before"
             )
-        shared = model.get_parameter(tie[0])
         for name in tie[1:]:
             module, _, attribute = name.rpartition(".")
-            if model.get_parameter(name) is not shared:
-                setattr(model.get_submodule(module), attribute, shared)
+            if tied[name] is not tied[tie[0]]:
+                setattr(model.get_submodule(module), attribute, tied[tie[0]])
     return model
 
 
@@ -132,7 +137,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         for name, style in styles.items()
         if isinstance(model.get_submodule(name), Float8Linear)
         and isinstance(style, ColwiseParallel | RowwiseParallel)
-        and not isinstance(style, Float8ColwiseParallel | Float8RowwiseParallel)
+        and not isinstance(style, CheckedStyle)
     ]
     if missed:
         warnings.warn(
@@ -143,37 +148,23 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def _warn_of_fused(fused: list[str]) -> None:
-    if fused:
-        warnings.warn(
-            f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
-            "several projections in one layer. Each rank gets consecutive output features, not a "
-            "part of each projection, so chunk(3, -1) or split mixes them. Order the rows by head "
-            "and use unflatten(-1, (-1, 3, head_dim)), separate the projections, or gather the "
-            "output (output_layouts=Replicate()). check_tp_plan compares the model with one device",
-            stacklevel=3,
-        )
-
-
 def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
     """Return the column-parallel layers that look like several projections in one.
 
     There are none on a mesh of one rank, and none that were checked.
     """
-    return [name for name in styles if mesh.size() > 1 and _looks_fused(model, name, styles)]
-
-
-def _looks_fused(model: nn.Module, name: str, styles: dict[str, ParallelStyle]) -> bool:
-    layer, style = model.get_submodule(name), styles[name]
-    if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
-        return False
-    parent, _, child = name.rpartition(".")
-    # The style that hf_tp_plan gives to the parent has the number of parts of the layer's output,
-    # of which no rank splits one: transformers declares the layer to be ordered.
-    is_ordered = child in getattr(styles.get(parent), "parts", ())
-    if is_ordered or style.output_layouts == (Replicate(),) or layer in checked_layers:
-        return False
-    return bool(_FUSED.search(child))
+    fused = []
+    for name, style in styles.items() if mesh.size() > 1 else ():
+        layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
+        if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
+            continue
+        # The style that hf_tp_plan gives to the parent has the number of parts of the layer's
+        # output, of which no rank splits one: transformers declares the layer to be ordered.
+        is_ordered = child in getattr(styles.get(parent), "parts", ())
+        is_whole = style.output_layouts == (Replicate(),)
+        if not (is_ordered or is_whole or layer in checked_layers) and _FUSED.search(child):
+            fused.append(name)
+    return fused
 
 
 def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -222,21 +213,14 @@ def _offenders(
                 )
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
-            if isinstance(style, ColwiseParallel):
-                yield from _check_heads(model, name, size)
-
-
-def _check_heads(model: nn.Module, name: str, size: int) -> Iterator[str]:
-    """Yield an error for each head count in the parent of a layer that ``size`` does not divide."""
-    parent_name = name.rpartition(".")[0]
-    parent = model.get_submodule(parent_name)
-    for attribute in (*_HEADS, *_KV_HEADS):
-        count = getattr(parent, attribute, None)
-        if isinstance(count, int) and count % size:
-            yield (
-                f"{parent_name!r} has {attribute}={count}, which {size} tensor-parallel ranks "
-                f"cannot share evenly: use a tensor-parallel size that divides it"
-            )
+            parent = name.rpartition(".")[0]
+            for attribute in (*_HEADS, *_KV_HEADS) if isinstance(style, ColwiseParallel) else ():
+                count = getattr(model.get_submodule(parent), attribute, None)
+                if isinstance(count, int) and count % size:
+                    yield (
+                        f"{parent!r} has {attribute}={count}, which {size} tensor-parallel ranks "
+                        "cannot share evenly: use a tensor-parallel size that divides it"
+                    )
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
@@ -246,7 +230,3 @@ def _ties(model: nn.Module) -> list[list[str]]:
         for name, parameter in module.named_parameters(fqn, recurse=False, remove_duplicate=False):
             names.setdefault(id(parameter), []).append(name)
     return [tied for tied in names.values() if len(tied) > 1]
-
-
-def _place(parameter: nn.Parameter) -> Placement | str:
-    return parameter.placements[-1] if isinstance(parameter, DTensor) else "whole"

@@ -15,28 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear import Float8Linear, float8_layers
+from fp8_dist.tensor_parallel import styles
 from fp8_dist.tensor_parallel.inputs import ModuleInput, check_transport
-from fp8_dist.tensor_parallel.styles import (
-    Float8ColwiseParallel,
-    Float8RowwiseParallel,
-    PrepareFloat8ModuleInput,
-    input_cast,
-)
 from fp8_dist.text import alike_names
 from fp8_dist.transport import Encoding
 
 
-class ResidualRowwiseParallel(RowwiseParallel):
+class ResidualRowwiseParallel(parallel.RowwiseParallel):
     """torch's ``RowwiseParallel`` for a layer that writes to the residual stream."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -48,7 +37,7 @@ class ResidualRowwiseParallel(RowwiseParallel):
         return module
 
 
-class Float8ResidualRowwiseParallel(ResidualRowwiseParallel, Float8RowwiseParallel):
+class Float8ResidualRowwiseParallel(ResidualRowwiseParallel, styles.Float8RowwiseParallel):
     """``Float8RowwiseParallel`` with the output of :class:`ResidualRowwiseParallel`."""
 
 
@@ -109,8 +98,8 @@ def colwise_style(
 ) -> ParallelStyle:
     """Return the column-parallel style of a layer: float8 if it is converted, else torch's."""
     if isinstance(layer, Float8Linear):
-        return Float8ColwiseParallel(reduce_transport=reduce_transport, **arguments)
-    return ColwiseParallel(**arguments)
+        return styles.Float8ColwiseParallel(reduce_transport=reduce_transport, **arguments)
+    return parallel.ColwiseParallel(**arguments)
 
 
 def head_style(
@@ -146,8 +135,8 @@ def prepare_style(
     layout: Placement,
     reduce_transport: Encoding = None,
     *,
-    plain: type[PrepareModuleInput] | None = None,
-    float8: type[PrepareFloat8ModuleInput] = PrepareFloat8ModuleInput,
+    plain: type[parallel.PrepareModuleInput] | None = None,
+    float8: type[styles.PrepareFloat8ModuleInput] = styles.PrepareFloat8ModuleInput,
     **arguments: Any,
 ) -> ParallelStyle:
     """Return the style of a module that gathers its first input for linear layers.
@@ -163,13 +152,13 @@ def prepare_style(
         arguments: further arguments of the style.
     """
     arguments |= {"input_layouts": (layout,), "desired_input_layouts": (Replicate(),)}
-    casts = set(map(input_cast, layers.values()))
+    casts = set(map(styles.input_cast, layers.values()))
     if reduce_transport is not None and any(isinstance(m, Float8Linear) for m in layers.values()):
         arguments["reduce_transport"] = reduce_transport
         plain = plain or ModuleInput
     if len(casts) == 1 and None not in casts:
         return float8(**arguments, fwd_config_submodule_fqn=next(iter(layers)))
-    return (plain or PrepareModuleInput)(**arguments)
+    return (plain or parallel.PrepareModuleInput)(**arguments)
 
 
 # The norm, the consumers and the writer of each block of a layer.
@@ -235,7 +224,7 @@ def llama_tp_plan(
     for layer in names:
         for block, (norm, consumers, writer) in _BLOCKS.items():
             if sequence_parallel:
-                plan[f"{layer}.{norm}"] = SequenceParallel()
+                plan[f"{layer}.{norm}"] = parallel.SequenceParallel()
             path = f"{layer}.{block}"
             layers = {name: modules[f"{path}.{name}"] for name in consumers}
             plan[path] = prepare_style(layers, between, reduce_transport)
@@ -244,6 +233,6 @@ def llama_tp_plan(
                 modules[f"{path}.{writer}"], reduce_transport, output_layouts=between
             )
     if sequence_parallel:
-        plan["norm"] = SequenceParallel()
+        plan["norm"] = parallel.SequenceParallel()
     plan["output"] = head_style(modules["output"], between, loss_parallel, reduce_transport)
     return plan

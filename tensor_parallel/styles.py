@@ -30,16 +30,6 @@ from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 
-# Attributes of torch's and this library's styles that ranks compare.
-_ATTRIBUTES = (
-    "input_layouts",
-    "desired_input_layouts",
-    "output_layouts",
-    "desired_output_layouts",
-    "use_local_output",
-    "reduce_transport",
-)
-
 
 class CheckedStyle(ParallelStyle):
     """Style with a check that ``apply_tp_plan`` makes before it changes any module."""
@@ -106,25 +96,22 @@ class _Float8LinearStyle(CheckedStyle):
         layouts, use_local_output = tuple(self.input_layouts), self.use_local_output
 
         def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            if isinstance(inputs[0], DTensor):
-                self._check_gathers(module, inputs[0])
-                return inputs[0]
-            return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
+            if not isinstance(inputs[0], DTensor):
+                return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
+            is_whole = inputs[0].placements[0].is_replicate()
+            if is_whole and isinstance(self, ColwiseParallel) and self.reduce_transport is not None:
+                raise ValueError(
+                    f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
+                    "reduction of grad_input, which is left to what gathered the input. Give it to "
+                    "that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain "
+                    "tensor"
+                )
+            return inputs[0]
 
         def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local() if use_local_output else output
 
         return distribute_module(module, device_mesh, self._partition, annotate, local_output)
-
-    def _check_gathers(self, module: Any, input: DTensor) -> None:
-        """Raise ValueError for a transport if the input of a column-parallel layer is whole."""
-        is_gathered = isinstance(self, ColwiseParallel) and input.placements[0].is_replicate()
-        if is_gathered and self.reduce_transport is not None:
-            raise ValueError(
-                f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
-                "reduction of grad_input, which is left to what gathered the input. Give it to "
-                "that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor"
-            )
 
     def _partition(self, name: str, module: Any, mesh: DeviceMesh) -> None:
         weight = module.float8_weight
@@ -292,14 +279,13 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
         recipe, length = first.config.recipe, first.config.amax_history_len
         scheme = recipe.gather_scheme["input"]
         assert scheme is not None
-        for layer in layers.values():
-            layer.prepared_by |= {first.fqn}
         if "input" in recipe.delayed:
             # A history of the first layer, so that sync reduces it and a state_dict has it.
             history = AmaxHistory(recipe.delayed["input"], length, device_mesh)
             first.histories[PREPARED_INPUT] = history
-            for layer in layers.values():
-                layer.prepared_input = history
+        for layer in layers.values():
+            layer.prepared_by |= {first.fqn}
+            layer.prepared_input = first.histories.get(PREPARED_INPUT, layer.prepared_input)
 
         def cast_inputs(
             module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -339,5 +325,6 @@ def input_cast(layer: nn.Module) -> tuple[Scheme, bool] | None:
 
 def described(style: ParallelStyle) -> str:
     """Describe a style as text, so that ranks can compare it."""
-    values = {name: getattr(style, name) for name in _ATTRIBUTES if hasattr(style, name)}
+    others = ("use_local_output", "reduce_transport")
+    values = {n: x for n, x in vars(style).items() if n.endswith("layouts") or n in others}
     return f"{type(style).__name__} {values}"

@@ -30,20 +30,11 @@ aten = torch.ops.aten
 
 # The results of casts are not saved, neither the absolute values of a weight nor float8 copies. An
 # amax, which is saved, takes at most four bytes per scale, and an exponent one byte per block.
+_AMAXES = (amax, amaxes, block_exponents, history_statistic, last_amax, measure_operator)
+_GEMMS = (block_scaled_mm, grouped_mm_operator, multiply_operator, scaled_mm)
+_ROUTING = (numbers_of_rows, slots_by_expert)
 _SAVED: set[Any] = {
-    amax.overload,
-    amaxes.overload,
-    block_exponents.overload,
-    block_scaled_mm.overload,
-    grouped_mm_operator.overload,
-    history_statistic.overload,
-    last_amax.overload,
-    measure_operator.overload,
-    multiply_operator.overload,
-    numbers_of_rows.overload,
-    scaled_mm.overload,
-    slots_by_expert.overload,
-    weight_statistics.overload,
+    *(operator.overload for operator in (*_AMAXES, weight_statistics, *_GEMMS, *_ROUTING)),
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_mm.default,

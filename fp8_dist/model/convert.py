@@ -13,29 +13,18 @@ from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.linear.agreement import CONVERTED, note_converted
 from fp8_dist.linear.checks import takes_any_size
 from fp8_dist.linear.class_change import why_forward_is_kept
-from fp8_dist.linear.module import (
-    Float8Linear,
-    become_float8,
-    float8_layers,
-    other_users,
-    why_unconvertible,
-)
+from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
 from fp8_dist.linear.weights import float8_weights, weights_of
 from fp8_dist.mesh import Placements, redistributed
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.routers import routers
-from fp8_dist.moe.experts import (
-    CONVERT_BEFORE,
-    FilterFn,
-    check_arguments,
-    convert_back,
-    float8_experts,
-    why_not_convertible_back,
-)
+from fp8_dist.moe import experts as moe_experts
+from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
 from fp8_dist.text import alike, alike_names
 
 
@@ -142,9 +131,9 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             built in float8 (torchtitan's). Nothing has been changed then.
         TypeError: ``module`` is not an nn.Module.
     """
-    layers, experts = float8_layers(module), float8_experts(module)
+    layers, experts = float8_layers(module), moe_experts.float8_experts(module)
     for fqn, part in experts.items():
-        if why := why_not_convertible_back(part):
+        if why := moe_experts.why_not_convertible_back(part):
             raise NotImplementedError(
                 f"convert_to_linear: the experts {fqn or '(the module itself)'} can't be converted "
                 f"back in place: {why}; load the state_dict, which is the same, into a model that "
@@ -153,9 +142,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     reshard(module, "convert_to_linear")
     names = {layer.fqn for layer in layers.values()}
     reasons = {fqn: _why_not_linear(layer, names) for fqn, layer in layers.items()}
-    for fqn, part in experts.items():
-        is_stored = any(weight.is_stored for weight in weights_of(part).values())
-        reasons[fqn] = _STORED if is_stored else ""
+    stored = [n for n, m in experts.items() if any(w.is_stored for w in weights_of(m).values())]
+    reasons |= dict.fromkeys(stored, _STORED)
     for fqn, why in reasons.items():
         if why:
             raise ValueError(
@@ -170,7 +158,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             layer.register_forward_pre_hook(_place_input)
             layer.register_forward_hook(partial(_place_output, placements), prepend=True)
     for part in experts.values():
-        convert_back(part)
+        moe_experts.convert_back(part)
     CONVERTED.discard(module)
     return module
 

@@ -9,7 +9,7 @@ uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 b
 squares of a cast all rows have the same exponents.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -56,7 +56,6 @@ class _Source(NamedTuple):
     value: torch.Tensor
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
     keys: list[str]  # its names in the state dict; several if layers share a weight
-    packs: bool  # whether it is exported in MXFP4
 
 
 def iter_float8_weights(
@@ -226,7 +225,7 @@ def float8_stream(
     :func:`iter_float8_weights`, whose errors this call raises.
     """
     model = unwrapped(model)
-    weights, _ = checked_weights(model, caller, format)
+    (weights, _), packs = checked_weights(model, caller, format), format == "mxfp4"
     scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
     sources: dict[object, _Source] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
@@ -236,42 +235,43 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
             continue
-        source = _Source(value, weights.get(key), [], packs=format == "mxfp4")
+        source = _Source(value, weights.get(key), [])
         if (weight := source.weight) is not None:
             weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
-            if source.packs and (why := _why_not_packed(model, key, weight, gather)):
+            if packs and (why := _why_not_packed(model, key, weight, gather)):
                 raise ValueError(f"{caller}: {key}, {list(value.shape)}, {why}")
         # Layers may share a weight, which is cast once.
         sources.setdefault(id(weight.parameter()) if weight else key, source).keys.append(key)
-    return _stream(model, list(sources.values()), gather, keeps, bucket_bytes)
 
-
-def _stream(
-    model: nn.Module, sources: list[_Source], gather: bool, keeps: bool, bucket_bytes: int
-) -> Iterator[WeightEntry]:
-    for bucket in _buckets(sources, bucket_bytes):
-        tensors, scales = _cast(bucket, gather)
-        for source, blocks in zip(bucket, scales, strict=True):
-            if source.packs and blocks is not None and not fp32_scales(blocks).isfinite().all():
-                raise ValueError(
-                    f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't have; "
-                    "load an earlier checkpoint, and export that"
-                )
-        # All messages of a bucket are exchanged before its first tensor is yielded.
-        sent = full_tensors(tensors) if gather else iter(tensors)
-        if keeps:
+    def stream() -> Iterator[WeightEntry]:
+        for bucket in _buckets(sources.values(), bucket_bytes):
+            tensors, scales = _cast(bucket, gather)
             for source, blocks in zip(bucket, scales, strict=True):
-                yield from _entries(model, source, next(sent), blocks)
+                if packs and blocks is not None and not fp32_scales(blocks).isfinite().all():
+                    raise ValueError(
+                        f"{source.keys[0]} has a block with NaN or infinity, which MXFP4 doesn't "
+                        "have; load an earlier checkpoint, and export that"
+                    )
+            # All messages of a bucket are exchanged before its first tensor is yielded.
+            sent = full_tensors(tensors) if gather else iter(tensors)
+            if keeps:
+                for source, blocks in zip(bucket, scales, strict=True):
+                    yield from _entries(model, source, next(sent), blocks, packs)
+
+    return stream()
 
 
 def _entries(
-    model: nn.Module, source: _Source, tensor: torch.Tensor, scales: torch.Tensor | None
+    model: nn.Module,
+    source: _Source,
+    tensor: torch.Tensor,
+    scales: torch.Tensor | None,
+    packs: bool,
 ) -> Iterator[WeightEntry]:
-    weight = source.weight
-    if weight is None or scales is None:
+    if (weight := source.weight) is None or scales is None:
         yield from (WeightEntry(key, tensor, None) for key in source.keys)
         return
-    if source.packs:
+    if packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
         replicated = (Replicate(),) * layout.mesh.ndim
@@ -282,7 +282,7 @@ def _entries(
             for x in (tensor, scales)
         )
         for name, data in data_parts.items():
-            if source.packs:
+            if packs:
                 yield WeightEntry(f"{name}_blocks", data, None)
                 yield WeightEntry(f"{name}_scales", scale_parts[name], None)
             else:
@@ -329,7 +329,7 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
     return None
 
 
-def _buckets(sources: Sequence[_Source], size: int) -> Iterator[list[_Source]]:
+def _buckets(sources: Iterable[_Source], size: int) -> Iterator[list[_Source]]:
     bucket: list[_Source] = []
     total = 0
     for source in sources:

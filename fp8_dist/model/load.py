@@ -6,7 +6,6 @@ times its scales. Entries that could mean something else are refused, by name.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import check_values, checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import checked_module
-from fp8_dist.mesh import local_pieces, local_tensor, regions, with_local
+from fp8_dist.mesh import local_pieces, local_tensor, narrowed, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.tensor.known import KnownWeight
@@ -36,13 +35,7 @@ _FLOAT8 = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
-_FLOAT = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    **_FLOAT8,
-}
+_FLOAT = {"F64", "F32", "F16", "BF16", *_FLOAT8}
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
 # Names of the scales of activations and KV caches that were calibrated for inference.
@@ -95,20 +88,14 @@ class _Files(dict[str, Any]):
         """The name of the scales of an entry in float8.
 
         Raises:
-            ValueError: there are none, or several, or the format of the data is unknown.
+            ValueError: there are none, or several, or they have another name.
         """
         companions, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
-        if self.float8(key) is None or len(companions) > 1 or not set(companions) <= set(known):
+        if len(companions) != 1 or companions[0] not in known:
             raise ValueError(
-                f"{key} is in {self.dtype(key)} in the checkpoint, with {_some(companions)}, and "
-                f"only data of {', '.join(_FLOAT8)} with one tensor of scales "
-                f"({' or '.join(known)}) is read; dequantize the checkpoint with the library that "
-                "wrote it"
-            )
-        if not companions:
-            raise ValueError(
-                f"{key} is in float8, and the checkpoint has no {' or '.join(known)}; rename its "
-                "scales, or dequantize the checkpoint with the library that wrote it"
+                f"{key} is in float8, and its scales in the checkpoint are {_some(companions)}. "
+                f"It needs one tensor, {' or '.join(known)}; rename its scales, or dequantize the "
+                "checkpoint with the library that wrote it"
             )
         return companions[0]
 
@@ -291,18 +278,17 @@ def _entries_of(
     entries = []
     for key, part in weight.adapter.entries(module, name, numbers).items():
         size = (*(1,) * (3 - part.ndim), *part.shape)
-        first = int(part.flatten()[0])
-        offset = (first // _PROBE**2, first // _PROBE % _PROBE, first % _PROBE)
-        block = numbers[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))]
-        dims = list(zip(shape[1:], offset[1:], size[1:], strict=True))
-        is_uneven = any(o * n % _PROBE or m * n % _PROBE for n, o, m in dims)
-        if is_uneven or not torch.equal(block.reshape(part.shape), part):
+        first = [int(i) for i in torch.unravel_index(part.flatten()[0], numbers.shape)]
+        dims = list(zip(shape, numbers.shape, first, size, strict=True))
+        is_divided = any(o * n % p or m * n % p for n, p, o, m in dims)
+        block = narrowed(numbers, first, size).reshape(part.shape)
+        if is_divided or not torch.equal(block, part):
             raise ValueError(
                 f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
                 "the model with from_pretrained"
             )
-        rows, columns = [(o * n // _PROBE, m * n // _PROBE) for n, o, m in dims]
-        entries.append(Entry(key, (offset[0], rows[0], columns[0]), (size[0], rows[1], columns[1])))
+        offset, sizes = zip(*[(o * n // p, m * n // p) for n, p, o, m in dims], strict=True)
+        entries.append(Entry(key, offset, sizes))
     return entries
 
 
@@ -404,9 +390,6 @@ def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
 def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
     scales, blocks = _scales_of(entry, files)
-    sizes = [-(-n // block) for n, block in zip(entry.size[-2:], blocks, strict=True)]
-    shape = (*entry.size[:-2], *sizes)
-    scales = scales.view(()).expand(shape) if scales.numel() == 1 else scales.view(shape)
     row, column = (
         torch.arange(part.start, part.stop) // block
         for part, block in zip(index[-2:], blocks, strict=True)
@@ -416,7 +399,7 @@ def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
 
 
 def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return the scales of an entry, fp32, and the size of a block that has one scale.
+    """Return the scales of an entry, fp32, by block, and the size of a block.
 
     Raises:
         ValueError: the shape has no meaning or several, or :func:`checked_scales` refuses them.
@@ -424,14 +407,14 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ..
     key, shape = files.scales(entry.key), files.matrices(entry)
     scales = checked_scales(files[key][...], f"load_float8_checkpoint: {key}").to(torch.float32)
     numbers, size = counts(files.shape(key), shape), shape[-2:]
-    if len(size) == 2:
-        if numbers[-2:] == [1, 1] and math.prod(numbers) in (1, math.prod(shape[:-2])):
-            return scales, size
-        if numbers == [*shape[:-1], 1]:
-            return scales, (1, size[1])
-        for block in _BLOCKS:
-            if numbers == [*shape[:-2], *(-(-n // block) for n in size)]:
-                return scales, (block, block)
+    blocks = [size, (1, size[-1]), *((block, block) for block in _BLOCKS)]
+    for block in blocks if len(size) == 2 else ():
+        counted = [-(-n // b) for n, b in zip(size, block, strict=True)]
+        if numbers in ([1] * len(shape), [*shape[:-2], *counted]):
+            scales = (
+                scales.view(()) if scales.numel() == 1 else scales.view(*entry.size[:-2], *counted)
+            )
+            return scales.expand(*entry.size[:-2], *counted), block
     raise ValueError(
         f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
         f"for {list(shape)}, nor one per row or per square block of {_BLOCKS}; dequantize the "

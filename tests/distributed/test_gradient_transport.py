@@ -360,5 +360,5 @@ shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of
 filter of all: set_gradient_transport: transport='bf16' would encode no gradient: all parameters have fewer than 2 dims, or high_precision is true for them
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
-model: set_gradient_transport needs a module that fully_shard was called on, got a list""",
+model: expected a model (an nn.Module), got a list""",
     )

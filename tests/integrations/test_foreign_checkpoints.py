@@ -97,12 +97,12 @@ ONES = {"0.weight_scale": torch.ones(2, 3)}
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({}, "0.weight is in float8, and the checkpoint has no 0.weight_scale_inv or 0.weight_sc"),
-        ({"0.weight_scaling": torch.ones(())}, "with 0.weight_scaling, and only data of"),
-        ({"0.qscale_weight": torch.ones(())}, "is in float8, and the checkpoint has no"),
-        (ONES | {"0.weight_scale_inv": torch.ones(())}, "with 0.weight_scale, 0.weight_scale_inv,"),
-        (ONES | {"0.weight_scale_2": torch.ones(())}, "with 0.weight_scale, 0.weight_scale_2, and"),
-        (ONES | {"0.weight_zero_point": torch.ones(())}, "with 0.weight_scale, 0.weight_zero_po"),
+        ({}, "are none. It needs one tensor, 0.weight_scale_inv or 0.weight_scale; rename its"),
+        ({"0.weight_scaling": torch.ones(())}, "are 0.weight_scaling. It needs one tensor"),
+        ({"0.qscale_weight": torch.ones(())}, "float8, and its scales in the checkpoint are none"),
+        (ONES | {"0.weight_scale_inv": torch.ones(())}, "are 0.weight_scale, 0.weight_scale_inv."),
+        (ONES | {"0.weight_scale_2": torch.ones(())}, "are 0.weight_scale, 0.weight_scale_2."),
+        (ONES | {"0.weight_zero_point": torch.ones(())}, "are 0.weight_scale, 0.weight_zero_po"),
         ({"0.weight_scale": torch.ones(2, 3).byte()}, "has the dtype torch.uint8; scales are"),
         ({"0.weight_scale": torch.ones(2, 3).int()}, "has the dtype torch.int32; scales are"),
         ({"0.weight_scale": torch.ones(2, 3).double()}, "has the dtype torch.float64; scales"),
