@@ -27,11 +27,16 @@ IMPLEMENTATION = "fp8_dist"
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    division: moe.ExpertsDivision | None = None,
 ) -> Tensor:
     """The forward of converted experts, as transformers' experts interface calls it.
 
     ``hidden_states`` and the result are ``[T, H]``, the other tensors ``[T, top_k]``.
+    ``division``: by default that of the experts themselves.
 
     Collectives: if ranks have some of the experts, those of ``route``, ``dispatch_linear`` and
     ``linear_combine``. If they have parts of each expert, those of ``Float8ExpertTensorParallel``.
@@ -40,20 +45,10 @@ def experts_forward(
         ValueError: the experts are not converted.
     """
     _check_converted(self, "experts_implementation")
-    return _forward(self, hidden_states, top_k_index, top_k_weights, moe.division_of(self))
-
-
-def _forward(
-    self: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    division: moe.ExpertsDivision,
-) -> Tensor:
     config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
     _warn_if_set(self)
-    num_experts, group, mesh = division
+    num_experts, group, mesh = division or moe.division_of(self)
     is_parted = mesh is not None
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
@@ -190,6 +185,7 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
         ) -> Tensor:
             experts = self.num_local_experts * self.ep_mesh.size()
             division = moe.ExpertsDivision(experts, self.ep_mesh.get_group())
-            return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
+            tensors = hidden_states, top_k_index, top_k_weights
+            return experts_forward(self.experts, *tensors, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)
