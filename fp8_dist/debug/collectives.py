@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8_dist.torch_internals import (
-    OpOverload,
-    named_arguments,
-    op_name,
-    resolve_process_group,
-    tree_leaves,
-)
+from fp8_dist import torch_internals
 
 # The first kind whose letters are in the name of an op is that of the op.
 _KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather"]
@@ -53,15 +47,15 @@ class Collective(NamedTuple):
 
 
 def read_collective(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: torch_internals.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
     """Return the collective that a call of an op issues, or None.
 
     The buffer of an op of no known kind is assumed to be its largest tensor argument.
     """
-    if func.namespace not in NAMESPACES or (name := op_name(func)) in IGNORED_OPS:
+    if func.namespace not in NAMESPACES or (name := torch_internals.op_name(func)) in IGNORED_OPS:
         return None
-    arguments = named_arguments(func, args, kwargs)
+    arguments = torch_internals.named_arguments(func, args, kwargs)
     group = _group(arguments.get("process_group", arguments.get("group_name")))
     letters = name.partition("::")[2].replace("_", "")
     kind = next((kind for kind in _KINDS if kind.replace("_", "") in letters), None)
@@ -78,7 +72,8 @@ def read_collective(
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    leaves = torch_internals.tree_leaves(values)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
@@ -87,4 +82,4 @@ def _group(group: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    return resolve_process_group(group)
+    return torch_internals.resolve_process_group(group)

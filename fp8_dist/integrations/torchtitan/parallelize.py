@@ -171,6 +171,16 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
             "spmd_types or partial_dtensor"
         )
     mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
+    layers = [module for module in model.modules() if isinstance(module, TitanFloat8Linear)]
+    for layer in layers if is_local else ():
+        dim = _weight_dim(layer)
+        if dim is None or (dim == 1 and layer.bias is not None):
+            # spmd_types would sum the gradients of replicated parameters a second time.
+            raise NotImplementedError(
+                f"{layer.fqn}: the {'weight' if dim is None else 'bias'} is replicated over the "
+                "tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the "
+                "layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor"
+            )
     # With local tensors, the layers declare the transport themselves (_place).
     input_transport = None if is_local else transport
     inputs: dict[nn.Module, Any] = {}  # the placement of each layer's input before the gather
@@ -178,17 +188,15 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
         sharding = getattr(module, "_sharding_config", None)
         if sharding is None or not sharding.in_dst_shardings or sharding.local_map is not None:
             continue
-        layers = _column_parallel(module, fqn)
-        if layers:
+        if readers := _column_parallel(module, fqn):
             name = _moved_input(sharding, fqn)
             source = sharding.in_src_shardings[name]
-            inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
+            inputs |= dict.fromkeys(readers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            share = partial(share_input, layers=layers, reduce_transport=input_transport)
+            share = partial(share_input, layers=readers, reduce_transport=input_transport)
             module.forward = _with_prepared_input(module, name, share)
-    for module in model.modules():
-        if isinstance(module, TitanFloat8Linear):
-            _place(module, mesh, inputs, is_local, transport)
+    for layer in layers:
+        _place(layer, mesh, inputs, is_local, transport)
 
 
 def _moved_input(sharding: Any, fqn: str) -> str:
@@ -251,13 +259,6 @@ def _place(
     """Let a layer redistribute its own output, and declare the placements of local tensors."""
     sharding = layer._sharding_config
     dim, moves = _weight_dim(layer), sharding.out_dst_shardings is not None
-    if is_local and (dim is None or (dim == 1 and layer.bias is not None)):
-        # spmd_types would sum the gradients of replicated parameters a second time.
-        raise NotImplementedError(
-            f"{layer.fqn}: the {'weight' if dim is None else 'bias'} is replicated over the "
-            "tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the "
-            "layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor"
-        )
     output = sharding.out_dst_shardings if moves else sharding.out_src_shardings
     if moves:
         layer._sharding_config = replace(sharding, out_src_shardings=output, out_dst_shardings=None)
