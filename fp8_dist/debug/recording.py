@@ -350,10 +350,10 @@ def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
     pieces = [[[0, n]] for n in shape]
     if layout is not None:
         ranks, global_shape = layout.mesh.mesh.flatten().tolist(), [*layout.shape]
-        local_pieces = [[[*piece] for piece in dim] for dim in local_pieces(layout)]
+        local = [[[*piece] for piece in dim] for dim in local_pieces(layout)]
         if len(global_shape) > len(shape):  # it was cast again by rows: a matrix, with all rows
-            global_shape, local_pieces = [shape[0], global_shape[-1]], [pieces[0], local_pieces[-1]]
-        shape, pieces = global_shape, local_pieces
+            global_shape, local = [shape[0], global_shape[-1]], [pieces[0], local[-1]]
+        shape, pieces = global_shape, local
     place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
     return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
 
