@@ -33,7 +33,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 def _missing(owner: Any, names: str) -> list[str]:
     """The attributes that an object or a class of torch neither has nor declares."""
     cls = owner if isinstance(owner, type) else type(owner)
-    declared = {name for base in cls.__mro__ for name in vars(base).get("__annotations__", ())}
+    declared = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", ())}
     declared |= {*dir(cls), *getattr(owner, "__dict__", ())}
     return [f"{cls.__name__}.{name}" for name in names.split() if name not in declared]
 
@@ -67,8 +67,6 @@ try:
     without_dispatch_modes = _disable_current_modes
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
-    _current_graph_task_id = torch._C._current_graph_task_id
-    _will_execute = torch._C._will_engine_execute_node
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
     disabled_torch_function: Any = torch._C._disabled_torch_function_impl
     native_scaled_mm = torch._scaled_mm
@@ -85,22 +83,17 @@ try:
     _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
-    _make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
-    _make_subclass = torch.Tensor._make_subclass
-    _refuse_address = torch._C._set_throw_on_mutable_data_ptr
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # Attributes and methods that the library reads, calls, or overrides in subclasses.
-    _announced = [
-        "fsdp_params",
-        "unsharded_grads",
-        "reduce_scatter_comm",
-        "all_reduce_group",
-    ]
+    _announced = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
     _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     if _renamed := [
         *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
+        *_missing(torch._C, "_current_graph_task_id _will_engine_execute_node"),
+        *_missing(torch._C, "_set_throw_on_mutable_data_ptr"),
         *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
+        *_missing(torch.Tensor, "_make_subclass _make_wrapper_subclass"),
         *_missing(torch.UntypedStorage, "_cdata"),
         *_missing(torch.ops.aten.mm.default, "_schema"),
         *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
@@ -234,9 +227,9 @@ def make_wrapper(
     ``shape``: another size, and strides.
     """
     if type(inner) in (torch.Tensor, nn.Parameter) and shape is None and dtype is inner.dtype:
-        return _make_subclass(cls, inner)
+        return torch.Tensor._make_subclass(cls, inner)
     size, strides = shape or (inner.size(), inner.stride())
-    tensor = _make_wrapper_subclass(
+    tensor = torch.Tensor._make_wrapper_subclass(
         cls,
         size,
         strides=strides,
@@ -246,7 +239,7 @@ def make_wrapper(
         device=inner.device,
         pin_memory=pin_memory,
     )
-    _refuse_address(tensor)  # code that reads it would crash
+    torch._C._set_throw_on_mutable_data_ptr(tensor)  # code that reads it would crash
     return tensor
 
 
@@ -314,7 +307,7 @@ def in_backward() -> bool:
 
 def backward_id() -> int:
     """The number of the backward pass that this thread runs, or -1."""
-    return int(_current_graph_task_id())
+    return int(torch._C._current_graph_task_id())
 
 
 def backward_runs(node: Any) -> bool | None:
@@ -324,7 +317,7 @@ def backward_runs(node: Any) -> bool | None:
     returns the gradients of the given leaves instead.
     """
     try:
-        return bool(_will_execute(node))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # "A leaf node was passed ... we are currently running autograd.grad()"
         return None
 
@@ -472,9 +465,13 @@ def op_name(op: OpOverload) -> str:
     return op._schema.name
 
 
-def op_arguments(op: OpOverload) -> list[str]:
-    """The names of an operator's arguments."""
-    return [argument.name for argument in op._schema.arguments]
+def named_arguments(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The arguments of an operator's call by name, in the order of its schema."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return {name: given[name] for name in names if name in given}
 
 
 def is_mutable(op: OpOverload) -> bool:
@@ -493,9 +490,8 @@ def written_arguments(
         return args
     if not is_mutable(op):
         return ()
-    given = dict(zip(op_arguments(op), args, strict=False)) | kwargs
-    written = [a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [given[name] for name in written if name in given]
+    written = {a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write}
+    return [arg for name, arg in named_arguments(op, args, kwargs).items() if name in written]
 
 
 def is_selectively_checkpointed() -> bool:

@@ -4,7 +4,7 @@ Terms: a *collective* is one call of a communication op, which may also be a poi
 *buffer* is the largest tensor that it moves: the output of an all-gather, the input of a
 reduce-scatter, the tensor of an all-reduce.
 
-The arguments of the ops in ``SCHEMAS`` are known. The ops in ``IGNORED_OPS`` move no data. Any
+A kind of collective is read from the name of its op. The ops in ``IGNORED_OPS`` move no data. Any
 other op in torch's communication namespaces is recorded under its qualified name. So a new op of
 torch may be recorded with a wrong size, but it is never missed.
 """
@@ -14,69 +14,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fp8_dist.torch_internals import (
-    OpOverload,
-    op_arguments,
-    op_name,
-    resolve_process_group,
-    tree_leaves,
-)
+from fp8_dist import torch_internals
 
-
-class CollectiveSchema(NamedTuple):
-    """The meaning of the arguments of one communication op."""
-
-    op: str  # the name of the collective, the same for all variants of the op
-    buffer: str  # the name of the argument that holds the buffer
-    times_group_size: bool  # whether that argument holds only one rank's share of the buffer
-
-
-# A line has the qualified name of an op, and the fields of its CollectiveSchema.
-_TABLE = """
-c10d::_allgather_base_                                  all_gather      input_tensor    share
-c10d::allgather_                                        all_gather      output_tensors
-c10d::allgather_coalesced_                              all_gather      input_list      share
-c10d::allgather_into_tensor_coalesced_                  all_gather      inputs          share
-c10d::_reduce_scatter_base_                             reduce_scatter  input_tensor
-c10d::reduce_scatter_                                   reduce_scatter  input_tensors
-c10d::reduce_scatter_tensor_coalesced_                  reduce_scatter  inputs
-c10d::allreduce_                                        all_reduce      tensors
-c10d::allreduce_coalesced_                              all_reduce      tensors
-c10d::alltoall_                                         all_to_all      input_tensors
-c10d::alltoall_base_                                    all_to_all      input
-c10d::broadcast_                                        broadcast       tensors
-c10d::gather_                                           gather          input_tensors   share
-c10d::gather_into_tensor_                               gather          input_tensor    share
-c10d::scatter_                                          scatter         output_tensors  share
-c10d::reduce_                                           reduce          tensors
-c10d::send                                              send            tensors
-c10d::recv_                                             recv            tensors
-c10d::recv_any_source_                                  recv            tensors
-_c10d_functional::all_gather_into_tensor                all_gather      input           share
-_c10d_functional::all_gather_into_tensor_out            all_gather      input           share
-_c10d_functional::all_gather_into_tensor_coalesced      all_gather      inputs          share
-_c10d_functional::reduce_scatter_tensor                 reduce_scatter  input
-_c10d_functional::reduce_scatter_tensor_out             reduce_scatter  input
-_c10d_functional::reduce_scatter_tensor_coalesced       reduce_scatter  inputs
-_c10d_functional::all_reduce                            all_reduce      input
-_c10d_functional::all_reduce_                           all_reduce      input
-_c10d_functional::all_reduce_coalesced                  all_reduce      inputs
-_c10d_functional::all_reduce_coalesced_                 all_reduce      inputs
-_c10d_functional::all_to_all_single                     all_to_all      input
-_c10d_functional::broadcast                             broadcast       input
-_c10d_functional::broadcast_                            broadcast       input
-_c10d_functional::isend                                 send            tensor
-_c10d_functional::irecv                                 recv            tensor
-_c10d_functional::batch_p2p_ops                         batch_p2p       tensors
-_c10d_functional_autograd::all_gather_into_tensor       all_gather      input           share
-_c10d_functional_autograd::reduce_scatter_tensor        reduce_scatter  input
-_c10d_functional_autograd::all_to_all_single            all_to_all      input
-_dtensor::shard_dim_alltoall                            all_to_all      input
-"""
-SCHEMAS = {
-    name: CollectiveSchema(op, buffer, bool(share))
-    for name, op, buffer, *share in map(str.split, _TABLE.strip().splitlines())
-}
+# The first kind whose letters are in the name of an op is that of the op.
+_KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather"]
+_KINDS += ["scatter", "reduce", "send", "recv", "batch_p2p"]
+# The namespaces whose ops are named after kinds. The ops of c10d_functional, which is deprecated,
+# decompose into those of _c10d_functional, except in inference mode.
+_NAMED = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
+NAMESPACES = _NAMED | {"c10d_functional", "symm_mem"}
 
 # Ops of these namespaces that move no data between ranks: barriers, waits and signals, work on a
 # rank's own tensors, and the lookup and setup of groups and of symmetric memory.
@@ -90,42 +36,44 @@ _dtensor::mesh_get_process_group  symm_mem::_rendezvous  symm_mem::get_remote_te
 """
 IGNORED_OPS = set(_IGNORED.split())
 
-# The namespaces of torch's communication ops. The ops of c10d_functional, which is deprecated,
-# decompose into those of _c10d_functional, except in inference mode.
-NAMESPACES = {name.partition("::")[0] for name in (*SCHEMAS, *IGNORED_OPS)}
-
 
 class Collective(NamedTuple):
     """One call of a communication op."""
 
-    op: str  # the name in its schema; the op's qualified name if it is not in SCHEMAS
+    op: str  # the kind; the op's qualified name if its kind is not known
     group: dist.ProcessGroup | None  # None if the op has no argument for the group
     tensors: tuple[torch.Tensor, ...]  # the buffer, or one rank's share of it
     factor: int  # the size of the buffer, in sizes of ``tensors``
 
 
 def read_collective(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: torch_internals.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Collective | None:
     """Return the collective that a call of an op issues, or None.
 
-    The buffer of an op that is not in ``SCHEMAS`` is assumed to be its largest tensor argument.
+    The buffer of an op of no known kind is assumed to be its largest tensor argument.
     """
-    if func.namespace not in NAMESPACES or (name := op_name(func)) in IGNORED_OPS:
+    if func.namespace not in NAMESPACES or (name := torch_internals.op_name(func)) in IGNORED_OPS:
         return None
-    arguments = dict(zip(op_arguments(func), args, strict=False)) | kwargs
+    arguments = torch_internals.named_arguments(func, args, kwargs)
     group = _group(arguments.get("process_group", arguments.get("group_name")))
-    schema = SCHEMAS.get(name)
-    if schema is None:
+    letters = name.partition("::")[2].replace("_", "")
+    kind = next((kind for kind in _KINDS if kind.replace("_", "") in letters), None)
+    if kind is None or func.namespace not in _NAMED:
         by_size = sorted(_tensors(arguments), key=lambda tensor: tensor.nbytes)
         return Collective(name, group, tuple(by_size[-1:]), factor=1)
     assert group is not None, f"{name} was called without a process group"
-    factor = group.size() if schema.times_group_size else 1
-    return Collective(schema.op, group, _tensors(arguments[schema.buffer]), factor)
+    # The parts of allgather_ may differ. Only one rank has the inputs of scatter_.
+    prefix = "output" if name in ("c10d::allgather_", "c10d::scatter_") else ("input", "tensor")
+    buffer = next(argument for name, argument in arguments.items() if name.startswith(prefix))
+    has_share = kind in ("all_gather", "gather", "scatter") and name != "c10d::allgather_"
+    factor = group.size() if has_share else 1
+    return Collective(kind, group, _tensors(buffer), factor)
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    leaves = torch_internals.tree_leaves(values)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
@@ -134,4 +82,4 @@ def _group(group: Any) -> dist.ProcessGroup | None:
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):
         return group
-    return resolve_process_group(group)
+    return torch_internals.resolve_process_group(group)

@@ -10,7 +10,6 @@ from fp8_dist.kernels import magnitudes
 from fp8_dist.kernels.cpu import upcast
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
-from fp8_dist.torch_internals import funcol
 
 # Elements that are read at a time. A part fits into a CPU's cache. Its fp32 copy takes little of a
 # GPU's memory.
@@ -143,8 +142,3 @@ def measure_gemm(
     total[9] = exact.to(torch.float64).square().sum()
     total[10] = (product - exact).to(torch.float64).square().sum()
     return total
-
-
-def all_gather(part: torch.Tensor, ranks: int, group: str) -> torch.Tensor:
-    """Gather equal parts along dim 0."""
-    return funcol.wait_tensor(funcol.all_gather_into_tensor(part, ranks, group))

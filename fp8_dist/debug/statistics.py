@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.debug.measures import (
     Measures,
-    all_gather,
     combine_,
     measure_casts,
     measure_gemm,
@@ -44,7 +43,7 @@ from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_by_layer
 from fp8_dist.mesh import GroupNames, make_group, this_rank
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.torch_internals import resolve_process_group
+from fp8_dist.torch_internals import funcol, resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 # The owner, the operand and the GEMMs of a cast. None as the operand stands for a GEMM's result.
@@ -274,7 +273,8 @@ class _Ranks:
         rows[:, Measures._fields.index("minus_position")] = rows.new_tensor(minus_positions)
         for name in self._groups:
             size = resolve_process_group(name).size()
-            rows, *others = all_gather(rows, size, name).view(size, *rows.shape).clone()
+            gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(rows, size, name))
+            rows, *others = gathered.view(size, *rows.shape).clone()
             for other in others:
                 combine_(rows, other)
         return dict(zip(slots, (Measures(*row) for row in rows.tolist()), strict=True))
@@ -294,21 +294,19 @@ class _Ranks:
             return make_group([self._mesh])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ()
-        assert dist.group.WORLD is not None
+        world, difference = dist.group.WORLD, None
+        assert world is not None
         if not self._is_checked:
-            self._check_same_layers(dist.group.WORLD)
-        self._is_checked = True
-        return (str(dist.group.WORLD.group_name),)
-
-    def _check_same_layers(self, world: dist.ProcessGroup) -> None:
-        facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
-        difference = first_difference(facts, [world], self._device().type)
+            facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
+            difference = first_difference(facts, [world], self._device().type)
         if difference is not None:
             raise ValueError(
                 f"float8_stats: the ranks have different layers ({difference}), and weights on no "
                 "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
                 "ranks that have the same layers"
             )
+        self._is_checked = True
+        return (str(world.group_name),)
 
 
 def float8_stats(

@@ -19,16 +19,7 @@ from fp8_dist.debug import AnomalyLimits, CommRow
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.rows import product
-from fp8_dist.report.writer import (
-    ANOMALIES,
-    COMM,
-    CONFIG,
-    FIRST,
-    LIMITS,
-    METRICS,
-    STARTED,
-    STATS,
-)
+from fp8_dist.report import writer
 
 JsonRow = dict[str, Any]
 _T = TypeVar("_T")
@@ -38,7 +29,7 @@ MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
 # What is read of a recording's statistics.
 RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
 LAST_STEPS = 20  # those that a run is judged by
-FILES = (CONFIG, METRICS, STATS, ANOMALIES, COMM)
+FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
 
 
 def progress(text: str) -> None:
@@ -67,7 +58,7 @@ class Run:
     """
 
     name: str
-    config: JsonRow = dataclasses.field(default_factory=lambda: {LIMITS: AnomalyLimits()})
+    config: JsonRow = dataclasses.field(default_factory=lambda: {writer.LIMITS: AnomalyLimits()})
     metrics: list[JsonRow] = dataclasses.field(default_factory=list)
     comm: CommTable | None = None
     stats: list[JsonRow] = dataclasses.field(default_factory=list)
@@ -135,16 +126,16 @@ def read_run(folder: Path) -> Run:
             run.notes.append(f"{path}: {len(errors)} passed over, the first of them {errors[0]}")
         return parsed
 
-    run.config = next(iter(rows(CONFIG, _config)), run.config)
+    run.config = next(iter(rows(writer.CONFIG, _config)), run.config)
     steps: dict[int, JsonRow] = {}
-    for row in rows(METRICS, _metrics_row):
+    for row in rows(writer.METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
-    run.comm = CommTable(rows(COMM, _comm_row)) if (folder / COMM).is_file() else None
+    run.comm = CommTable(rows(writer.COMM, _comm_row)) if (folder / writer.COMM).is_file() else None
     for path in recordings:
         _read_recording(run, path)
-    run.stats = rows(STATS, stats_row)
-    run.anomalies = rows(ANOMALIES, _anomaly_row)
+    run.stats = rows(writer.STATS, stats_row)
+    run.anomalies = rows(writer.ANOMALIES, _anomaly_row)
     return run
 
 
@@ -158,8 +149,9 @@ def _read_recording(run: Run, folder: Path) -> None:
         rows = [{name: row[name] for name in RECORDED} for row in file["rows"]]
         row |= {"rows": rows, "world": file["world"], "folder": folder}
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
-        is_older = written < datetime.fromisoformat(run.config.get(STARTED, written.isoformat()))
-        is_left = is_older and row["step"] >= run.config.get(FIRST, 0)
+        started = run.config.get(writer.STARTED, written.isoformat())
+        is_older = written < datetime.fromisoformat(started)
+        is_left = is_older and row["step"] >= run.config.get(writer.FIRST, 0)
     except Exception as error:  # reading unknown bytes may raise anything
         run.notes.append(f"{folder} can't be read: {error!r}")
         return
@@ -183,7 +175,7 @@ def _number(value: Any) -> float:
 
 
 def _config(row: JsonRow) -> JsonRow:
-    return row | {LIMITS: AnomalyLimits(**row.get(LIMITS, {}))}
+    return row | {writer.LIMITS: AnomalyLimits(**row.get(writer.LIMITS, {}))}
 
 
 def _metrics_row(row: JsonRow) -> JsonRow:

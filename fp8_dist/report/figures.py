@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import matplotlib as mpl
@@ -60,9 +61,7 @@ def charts(runs: Sequence[Run]) -> list[str]:
     """Return a picture of each metric; before them, the loss minus that of the first run."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
-        difference = _difference_chart(runs)
-        metrics = [_line_chart(runs, name) for name in names]
-    return [difference, *metrics] if difference else metrics
+        return [*_difference_chart(runs), *[_line_chart(runs, name) for name in names]]
 
 
 def layer_chart(run: Run, fqn: str) -> str:
@@ -91,14 +90,8 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         progress(f"drawing all layers: {label}")
-        with mpl.rc_context(_STYLE):
-            yield _heat_maps_of(label, runs)
-
-
-def _heat_maps_of(label: str, runs: Sequence[Run]) -> HeatMaps:
-    pictures, is_loud = list[str](), False
-    for measure, title in HEATS.items():
-        for run in runs:
+        pictures, is_loud = list[str](), False
+        for (measure, title), run in product(HEATS.items(), runs):
             rows = [row for row in run.stats if row["label"] == label]
             if not any(measure in row for row in rows):
                 continue
@@ -110,7 +103,7 @@ def _heat_maps_of(label: str, runs: Sequence[Run]) -> HeatMaps:
             if largest > 0 or measure == "sqnr":
                 named = f"{run.name}: {title}" if len(runs) > 1 else title
                 pictures.append(_heat_map(layers, steps, part, bad, named, ends))
-    return HeatMaps(label, pictures, is_loud)
+        yield HeatMaps(label, pictures, is_loud)
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
@@ -124,8 +117,8 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
 
 
-def _difference_chart(runs: Sequence[Run]) -> str:
-    """Draw the loss minus the first run's, and its median over steps; "" if nothing is common."""
+def _difference_chart(runs: Sequence[Run]) -> list[str]:
+    """Draw the loss minus the first run's, and its median over steps; none if they share none."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
@@ -136,12 +129,12 @@ def _difference_chart(runs: Sequence[Run]) -> str:
         axes.plot(steps, values, color=f"C{i}", linewidth=0.7, alpha=0.7)
         axes.plot(steps, middle, color=f"C{i}", linewidth=1.6, label=run.name)
     if not any(np.size(line.get_xdata()) for line in axes.lines[1:]):
-        return ""
+        return []
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     title = f"loss minus {runs[0].name}'s; bold: median of the last {LAST_STEPS}"
     axes.set(title=title, xlabel="step")
     axes.legend(fontsize=8)
-    return _picture(figure)
+    return [_picture(figure)]
 
 
 def _line_chart(runs: Sequence[Run], metric: str) -> str:
@@ -201,6 +194,7 @@ def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], A
     return layers, steps, values, bad
 
 
+@mpl.rc_context(_STYLE)
 def _heat_map(
     layers: list[str], steps: list[int], part: Array, bad: Mask, title: str, ends: Ends
 ) -> str:

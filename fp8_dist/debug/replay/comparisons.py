@@ -176,11 +176,7 @@ def find_different_scales(parts: Sequence[Record]) -> _Wrong | None:
     ranks, scales = _odd_ranks(groups), [alike[0]["low"]["scales"][0] for alike in groups]
     first = next(part for part in known if part["rank"] in ranks)
     text = f"not the cast of one device: {_values_by_rank(groups, scales)} as its scale"
-    return (
-        text,
-        first_element(torch.ones_like(first["high"], dtype=torch.bool), first["low"]),
-        ranks,
-    )
+    return text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
 
 
 def find_different_cast(parts: Sequence[Record], cast: Quantized) -> _Wrong | None:
@@ -245,11 +241,27 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     return Cast(records, high, Quantized(best, (scale,), scheme))
 
 
-def as_taken(cast: Quantized, record: Record, low: Record) -> Quantized:
-    """Return the form of a cast that a GEMM takes."""
+def find_wrong(
+    parts: Sequence[Record],
+    copies: Sequence[Sequence[Sequence[Record]]],
+    cast: Cast | None,
+    others: Sequence[Cast],
+) -> _Wrong | None:
+    """Find what is wrong in a cast. ``others``: casts of the operand whose scales are folded."""
+    wrong = find_not_finite(parts) or find_different_copies(copies)
+    if wrong is None and cast is not None:
+        wrong = find_different_scales(parts) or find_different_cast(parts, cast.low)
+        wrong = wrong or find_wrong_folds(parts, others)
+    return wrong
+
+
+def compare_taken(record: Record, low: Record, cast: Quantized) -> tuple[Tensor, str]:
+    """Compare an operand of a GEMM with the form of a cast that the GEMM takes."""
     if record["groups"] is None:
-        return cast.scheme.for_rows(cast, None) if record["gemm"] == "grad_weight" else cast
-    return transposed(cast, scheme_named(low["scheme"])) if record["options"][3] else cast
+        is_by_rows = record["gemm"] == "grad_weight"
+        return compare(low, cast.scheme.for_rows(cast, None) if is_by_rows else cast)
+    is_transposed = record["options"][3]
+    return compare(low, transposed(cast, scheme_named(low["scheme"])) if is_transposed else cast)
 
 
 def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:

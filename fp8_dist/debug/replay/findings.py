@@ -11,23 +11,8 @@ from zipfile import ZipFile
 import torch
 
 from fp8_dist.debug.recording import VERSION, Record, text_of
-from fp8_dist.debug.replay.comparisons import (
-    Cast,
-    Element,
-    as_taken,
-    cast_again,
-    compare,
-    compare_rows,
-    find_different_cast,
-    find_different_copies,
-    find_different_scales,
-    find_not_finite,
-    find_wrong_folds,
-    first_element,
-    group_copies,
-    multiply_again,
-    sent_rows,
-)
+from fp8_dist.debug.replay import comparisons
+from fp8_dist.debug.replay.comparisons import Cast, Element
 from fp8_dist.debug.rows import AnomalyLimits, CastStats, FirstAnomalies
 from fp8_dist.recipe import GEMM_OPERANDS
 
@@ -118,16 +103,13 @@ class Replay:
         return [*findings, *self._check_statistics()]
 
     def _check_cast(self, parts: list[Record]) -> Iterator[Finding]:
-        copies = group_copies(parts)
-        first, cast = parts[0], cast_again(parts, [groups[0][0] for groups in copies])
+        copies = comparisons.group_copies(parts)
+        first, cast = parts[0], comparisons.cast_again(parts, [groups[0][0] for groups in copies])
         place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        wrong = find_not_finite(parts) or find_different_copies(copies)
-        if cast is not None and wrong is None:
-            wrong = find_different_scales(parts) or find_different_cast(parts, cast.low)
-            others = self._casts[first["step"], first["fqn"], first["folded"]]
-            wrong = wrong or find_wrong_folds(parts, others)
+        others = self._casts[first["step"], first["fqn"], first["folded"]]
+        wrong = comparisons.find_wrong(parts, copies, cast, others)
         if wrong is not None:
             yield Finding(True, *place, *wrong, cast)
             return
@@ -146,9 +128,10 @@ class Replay:
             casts = [cast for cast in self._casts[key] if gemm in cast.parts[0]["gemms"]]
             own = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
             if record["groups"] is None or operand == "weight":
-                found = [compare(low, as_taken(cast.low, record, low)) for cast in own]
+                found = [comparisons.compare_taken(record, low, cast.low) for cast in own]
             else:
-                found = [compare_rows(record, low, *rows) for rows in sent_rows(record, casts)]
+                sent = comparisons.sent_rows(record, casts)
+                found = [comparisons.compare_rows(record, low, *rows) for rows in sent]
             # The nearest of the micro-batches.
             bad, text = min(found, key=lambda pair: int(pair[0].sum()), default=(None, ""))
             if bad is None:
@@ -157,7 +140,7 @@ class Replay:
                 text = f"what arrived for the GEMM is not what was cast: {text}"
                 place = record["step"], record["position"], record["fqn"], operand, [gemm]
                 if record["groups"] is None or operand == "weight":
-                    element = first_element(bad, low)
+                    element = comparisons.first_element(bad, low)
                     if record["groups"] is not None and record["options"][3]:
                         element = element[0], element[2], element[1]  # it is stored as [E, K, N]
                 else:  # some may not have arrived
@@ -167,7 +150,8 @@ class Replay:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 
     def _check_result(self, record: Record) -> Iterator[Finding]:
-        again, sizes = multiply_again(record), multiply_again(record, magnitudes=True)
+        again = comparisons.multiply_again(record)
+        sizes = comparisons.multiply_again(record, magnitudes=True)
         if again is None or sizes is None:
             self.checked["GEMMs need parts of other ranks"] += 1
             return

@@ -47,12 +47,8 @@ def _described(cast: Cast) -> Iterator[str]:
     row, counts, element = cast.stats(), cast.octaves(), [*cast.largest()[0]]
     yield f"  {[*cast.high.shape]} to {row.dtype}, one scale per {row.granularity}"
     yield f"  amax {row.amax:.5g} at {element}, scale {row.scale:.5g}, smallest {row.scale_min:.5g}"
-    shares = {
-        "saturate": row.saturation,
-        "become zero": row.underflow,
-        "aren't finite": row.nonfinite,
-    }
-    yield "  " + ", ".join(f"{share:.4g} % {what}" for what, share in shares.items())
+    shares = f"{row.saturation:.4g} % saturate, {row.underflow:.4g} % become zero"
+    yield f"  {shares}, {row.nonfinite:.4g} % aren't finite"
     most = max(map(sum, counts.values()), default=0)
     for exponent in reversed(counts):
         signs = zip(counts[exponent], "#.!", strict=True)

@@ -136,75 +136,51 @@ def with_float8(
     if experts_recipe is not None:
         experts = Float8ExpertsConverter.Config(recipe_name=experts_recipe, filter_fqns=filters)
         converted = experts.build().convert(converted)
-    parallelize = partial(_parallelize, spec.parallelize_fn, gradient_transport, reduce_transport)
+
+    def parallelize(model: nn.Module, *, parallel_dims: Any, **others: Any) -> nn.Module:
+        if parallel_dims.tp_enabled:
+            # This must come before torchtitan wraps the forwards.
+            _move_gathers(model, parallel_dims, reduce_transport)
+        elif reduce_transport is not None:
+            raise ValueError(
+                f"with_float8: reduce_transport={reduce_transport!r} is for tensor parallelism; "
+                "set parallelism.tensor_parallel_degree, or drop it"
+            )
+        model = spec.parallelize_fn(model, parallel_dims=parallel_dims, **others)
+        if gradient_transport is not None:
+            set_gradient_transport(model, gradient_transport)
+        return model
+
+    def attach(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
+        if spec.post_optimizer_build_fn is not None:
+            spec.post_optimizer_build_fn(optimizers, model_parts, parallel_dims)
+        for part in model_parts:
+            if float8_weights(part):
+                attach_update(optimizers, part)
+
     config.model_spec = replace(
-        spec,
-        model=converted,
-        parallelize_fn=parallelize,
-        post_optimizer_build_fn=partial(_attach, spec.post_optimizer_build_fn),
+        spec, model=converted, parallelize_fn=parallelize, post_optimizer_build_fn=attach
     )
     return config
 
 
-def _attach(
-    before: Callable[..., None] | None,
-    optimizers: Any,
-    model_parts: list[nn.Module],
-    parallel_dims: Any,
-) -> None:
-    if before is not None:
-        before(optimizers, model_parts, parallel_dims)
-    for part in model_parts:
-        if float8_weights(part):
-            attach_update(optimizers, part)
-
-
-def _parallelize(
-    parallelize: Callable[..., nn.Module],
-    gradient_transport: Transport | None,
-    reduce_transport: Encoding,
-    model: nn.Module,
-    *,
-    parallel_dims: Any,
-    **others: Any,
-) -> nn.Module:
-    if parallel_dims.tp_enabled:
-        if parallel_dims.spmd_backend == "full_dtensor":
-            raise NotImplementedError(
-                "fp8_dist has no tensor parallelism for parallelism.spmd_backend=full_dtensor; use "
-                "spmd_types or partial_dtensor"
-            )
-        if parallel_dims.spmd_backend == "spmd_types":
-            _check_local_layers(model)
-        # This must come before torchtitan wraps the forwards.
-        _move_gathers(model, parallel_dims, reduce_transport)
-    elif reduce_transport is not None:
-        raise ValueError(
-            f"with_float8: reduce_transport={reduce_transport!r} is for tensor parallelism; set "
-            "parallelism.tensor_parallel_degree, or drop it"
-        )
-    model = parallelize(model, parallel_dims=parallel_dims, **others)
-    if gradient_transport is not None:
-        set_gradient_transport(model, gradient_transport)
-    return model
-
-
-def _check_local_layers(model: nn.Module) -> None:
-    """Raise for replicated parameters, whose gradients spmd_types would sum a second time."""
-    for module in model.modules():
-        if isinstance(module, TitanFloat8Linear):
-            dim = _weight_dim(module)
-            if dim is None or (dim == 1 and module.bias is not None):
-                name = "weight" if dim is None else "bias"
-                raise NotImplementedError(
-                    f"{module.fqn}: the {name} is replicated over the tensor-parallel ranks, which "
-                    "fp8_dist does not handle with spmd_types; leave the layer unconverted "
-                    "(filter_fqns), or use parallelism.spmd_backend=partial_dtensor"
-                )
-
-
 def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> None:
+    if parallel_dims.spmd_backend == "full_dtensor":
+        raise NotImplementedError(
+            "fp8_dist has no tensor parallelism for parallelism.spmd_backend=full_dtensor; use "
+            "spmd_types or partial_dtensor"
+        )
     mesh, is_local = parallel_dims.get_mesh("tp"), parallel_dims.spmd_backend == "spmd_types"
+    layers = [module for module in model.modules() if isinstance(module, TitanFloat8Linear)]
+    for layer in layers if is_local else ():
+        dim = _weight_dim(layer)
+        if dim is None or (dim == 1 and layer.bias is not None):
+            # spmd_types would sum the gradients of replicated parameters a second time.
+            raise NotImplementedError(
+                f"{layer.fqn}: the {'weight' if dim is None else 'bias'} is replicated over the "
+                "tensor-parallel ranks, which fp8_dist does not handle with spmd_types; leave the "
+                "layer unconverted (filter_fqns), or use parallelism.spmd_backend=partial_dtensor"
+            )
     # With local tensors, the layers declare the transport themselves (_place).
     input_transport = None if is_local else transport
     inputs: dict[nn.Module, Any] = {}  # the placement of each layer's input before the gather
@@ -212,17 +188,15 @@ def _move_gathers(model: nn.Module, parallel_dims: Any, transport: Encoding) -> 
         sharding = getattr(module, "_sharding_config", None)
         if sharding is None or not sharding.in_dst_shardings or sharding.local_map is not None:
             continue
-        layers = _column_parallel(module, fqn)
-        if layers:
+        if readers := _column_parallel(module, fqn):
             name = _moved_input(sharding, fqn)
             source = sharding.in_src_shardings[name]
-            inputs |= dict.fromkeys(layers, resolve_placements(source, mesh)[0])
+            inputs |= dict.fromkeys(readers, resolve_placements(source, mesh)[0])
             module._sharding_config = replace(sharding, in_dst_shardings=None)
-            share = partial(share_input, layers=layers, reduce_transport=input_transport)
+            share = partial(share_input, layers=readers, reduce_transport=input_transport)
             module.forward = _with_prepared_input(module, name, share)
-    for module in model.modules():
-        if isinstance(module, TitanFloat8Linear):
-            _place(module, mesh, inputs, is_local, transport)
+    for layer in layers:
+        _place(layer, mesh, inputs, is_local, transport)
 
 
 def _moved_input(sharding: Any, fqn: str) -> str:
@@ -293,12 +267,11 @@ def _place(
         layer.output_placements = (placement,)
         layer.reduce_transport = transport if dim == 1 else None
         return
-    assert dim is not None
     source = inputs.get(layer, Replicate()) if dim == 0 else Shard(-1)
     declare_placements(
         layer,
         mesh,
-        weight=Shard(dim),
+        weight=Shard(dim),  # type: ignore[arg-type]
         input=source,
         output=placement,
         reduce_transport=transport if dim == 1 or layer in inputs else None,

@@ -16,14 +16,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fp8_dist.linear.weights import weights_of
+from fp8_dist.moe import experts as moe
 from fp8_dist.moe.dispatch import route
-from fp8_dist.moe.experts import (
-    ExpertsAdapter,
-    ExpertsDivision,
-    division_of,
-    experts_config,
-    weight_of,
-)
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
@@ -33,11 +27,16 @@ IMPLEMENTATION = "fp8_dist"
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: Any,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    division: moe.ExpertsDivision | None = None,
 ) -> Tensor:
     """The forward of converted experts, as transformers' experts interface calls it.
 
     ``hidden_states`` and the result are ``[T, H]``, the other tensors ``[T, top_k]``.
+    ``division``: by default that of the experts themselves.
 
     Collectives: if ranks have some of the experts, those of ``route``, ``dispatch_linear`` and
     ``linear_combine``. If they have parts of each expert, those of ``Float8ExpertTensorParallel``.
@@ -46,32 +45,22 @@ def experts_forward(
         ValueError: the experts are not converted.
     """
     _check_converted(self, "experts_implementation")
-    return _forward(self, hidden_states, top_k_index, top_k_weights, division_of(self))
-
-
-def _forward(
-    self: Any,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    division: ExpertsDivision,
-) -> Tensor:
     config, (first, second) = self.float8_experts_config, weights_of(self)
     _check_whole(self)
     _warn_if_set(self)
-    num_experts, group, mesh = division
+    num_experts, group, mesh = division or moe.division_of(self)
     is_parted = mesh is not None
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    up = [weight_of(self, first, is_parted)]
+    up = [moe.weight_of(self, first, is_parted)]
     (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
         hidden = add_bias(hidden, first_bias, routing.groups)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    slots = combined_product(hidden, weight_of(self, second, is_parted), routing, config, bias)
+    slots = combined_product(hidden, moe.weight_of(self, second, is_parted), routing, config, bias)
     slots = slots.view(*top_k_weights.shape, slots.shape[1])
     output = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
     if mesh is None:
@@ -86,7 +75,7 @@ def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return replicated.to_local(grad_placements=[Partial()])
 
 
-class _TransformersExperts(ExpertsAdapter):
+class _TransformersExperts(moe.ExpertsAdapter):
     """Experts of transformers' experts interface."""
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
@@ -161,7 +150,7 @@ def _check_whole(module: Any) -> None:
 
 
 def _check_converted(module: nn.Module, argument: str) -> None:
-    if experts_config(module) is None:
+    if moe.experts_config(module) is None:
         raise ValueError(
             f"{argument}={IMPLEMENTATION!r} is for experts in float8, but those of a "
             f"{type(module).__name__} are not converted; call convert_experts_to_float8_training, "
@@ -195,7 +184,8 @@ if find_spec("transformers.distributed.expert_parallel"):  # in later releases o
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             experts = self.num_local_experts * self.ep_mesh.size()
-            division = ExpertsDivision(experts, self.ep_mesh.get_group())
-            return _forward(self.experts, hidden_states, top_k_index, top_k_weights, division)
+            division = moe.ExpertsDivision(experts, self.ep_mesh.get_group())
+            tensors = hidden_states, top_k_index, top_k_weights
+            return experts_forward(self.experts, *tensors, division)
 
     EPImplementationInterface.register(IMPLEMENTATION, Float8EP)

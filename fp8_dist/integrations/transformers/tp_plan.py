@@ -16,15 +16,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.integrations.transformers import tp_styles
-from fp8_dist.tensor_parallel.plans import (
-    EmbeddingRowwiseParallel,
-    check_plan_transport,
-    colwise_style,
-    head_style,
-    local_if_even,
-    prepare_style,
-    residual_style,
-)
+from fp8_dist.tensor_parallel import plans
 from fp8_dist.transport import Encoding
 
 # The names of declared styles in transformers 5 and in transformers 4.
@@ -118,24 +110,22 @@ class Structure:
             self.refuse(
                 "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
             )
-        by_pattern: dict[str, list[str]] = {}
-        for name in sorted({*self.modules, *dict(self.model.named_parameters())}):
-            by_pattern.setdefault(without_numbers(name), []).append(name)
+        names = sorted({*self.modules, *dict(self.model.named_parameters())})
         matches = {
             name: style
             for pattern, style in declared.items()
-            for name in by_pattern.get(pattern, [])
+            for name in names
+            if without_numbers(name) == pattern
         }
         if declared and not matches:
             self.refuse(f"no module has a name of its plan: {', '.join(declared)}")
         styles = {name: style for name, style in matches.items() if not self.is_routed(name)}
         for name, style in styles.items():
             module = self.modules.get(name)
-            if style not in _CLASSES:
-                self.refuse(f"{name}: the style {style!r}")
-            elif not isinstance(module, _CLASSES[style]):
+            if not isinstance(module, _CLASSES.get(style, ())):
                 kind = type(module).__name__ if module is not None else "parameter"
-                self.refuse(f"{name}: the style {style!r} of a {kind}")
+                of = f" of a {kind}" if style in _CLASSES else ""
+                self.refuse(f"{name}: the style {style!r}{of}")
         return styles
 
     def is_routed(self, name: str) -> bool:
@@ -322,7 +312,7 @@ def hf_tp_plan(
             ``reduce_transport`` for a model that was not converted. ``apply_tp_plan`` raises it,
             before it changes the model, if the ranks cannot share the heads evenly.
     """
-    check_plan_transport(model, reduce_transport, "hf_tp_plan")
+    plans.check_plan_transport(model, reduce_transport, "hf_tp_plan")
     structure = Structure(model, sequence_parallel)
     config: Any = getattr(model, "config", None)
     # The config of a model of several inputs contains that of its decoder.
@@ -343,13 +333,13 @@ def hf_tp_plan(
             stacklevel=2,
         )
     stream: Placement = Shard(1) if sequence_parallel else Replicate()
-    embedding = tp_styles.SequenceEmbedding if sequence_parallel else EmbeddingRowwiseParallel
+    embedding = tp_styles.SequenceEmbedding if sequence_parallel else plans.EmbeddingRowwiseParallel
     plan: dict[str, ParallelStyle] = {
         structure.embedding: embedding(input_layouts=Replicate(), output_layouts=stream)
     }
     if sequence_parallel:
         plan[structure.layers[0]] = tp_styles.StreamInput()
-        plan |= {name: tp_styles.StreamNorm(local_if_even) for name in structure.norms}
+        plan |= {name: tp_styles.StreamNorm(plans.local_if_even) for name in structure.norms}
         plan |= {name: tp_styles.ReplicatedBlock() for name in structure.routed}
         # A sharded head takes a DTensor. Without one, the output of the last norm is gathered.
         plan[structure.last_norm] = (
@@ -362,7 +352,7 @@ def hf_tp_plan(
         plan |= _block_styles(model, block, styles, around, reduce_transport, in_routed)
     if structure.head is not None:
         head = model.get_submodule(structure.head)
-        plan[structure.head] = head_style(head, stream, loss_parallel, reduce_transport)
+        plan[structure.head] = plans.head_style(head, stream, loss_parallel, reduce_transport)
     return plan
 
 
@@ -382,7 +372,7 @@ def _block_styles(
     size = int(getattr(module, "head_dim", 1))
     parts = {name: layer.out_features // size for name, layer in readers.items()}
     plan: dict[str, ParallelStyle] = {
-        block: prepare_style(
+        block: plans.prepare_style(
             readers,
             stream,
             transport,
@@ -397,9 +387,9 @@ def _block_styles(
         layer = module.get_submodule(name)
         path = f"{block}.{name}"
         if style in _READERS:
-            plan[path] = colwise_style(layer, output_layouts=inside)
+            plan[path] = plans.colwise_style(layer, output_layouts=inside)
         elif style in _WRITERS:
-            plan[path] = residual_style(
+            plan[path] = plans.residual_style(
                 layer, transport, input_layouts=inside, output_layouts=stream
             )
         else:
