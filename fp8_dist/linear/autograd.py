@@ -102,11 +102,8 @@ class OperandSpec(NamedTuple):
     start: Start = (0, 0)
     splits_blocks: bool = False
 
-    def tensors(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [flat[i] for i in self.places]
-
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, *scales = self.tensors(flat)
+        first, *scales = [flat[i] for i in self.places]
         if self.scheme is None:
             return first
         return Quantized(first, tuple(scales), self.scheme, self.start, self.splits_blocks)
@@ -114,7 +111,8 @@ class OperandSpec(NamedTuple):
     def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
         """Return the planned cast of a weight."""
         assert self.scheme is not None
-        return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.splits_blocks)
+        statistics = tuple([flat[i] for i in self.places])
+        return Recast(statistics, self.scheme, self.start, self.splits_blocks)
 
 
 _Specs = tuple[OperandSpec | None, ...]
