@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -58,7 +58,6 @@ from fp8_dist.scaling import (
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
     by_scheme,
     cast,
@@ -97,8 +96,8 @@ from fp8_dist.torch_internals import (
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
 
-class GatherPlan(NamedTuple):
-    """How FSDP2 gathers a weight in float8, given its layout and config.
+class GatherPlan:
+    """How FSDP2 gathers a weight of one scheme in float8.
 
     Attributes:
         layout: the layout of the sharded parameter.
@@ -111,31 +110,16 @@ class GatherPlan(NamedTuple):
         packs: whether the gather carries packed data (:meth:`Scheme.pack`).
     """
 
-    layout: Layout
-    arrives: Layout
-    kept: Kept
-    cast: CastPlan
-    position: tuple[Start, bool]
-    position_of_whole: tuple[Start, bool]
-    moving: tuple[int, ...]
-    packs: bool
-
-    @staticmethod
-    def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "GatherPlan":
-        """Make the plan of a weight of one scheme."""
+    def __init__(self, schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> None:
         (scheme,) = schemes
+        self.layout, self.arrives = layout, arrives
         moving = scheme.moving_levels(layout, arrives)
         whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
-        return GatherPlan(
-            layout,
-            arrives,
-            kept=Kept(schemes, layout, whole),
-            cast=CastPlan(schemes),
-            position=(scheme.start(layout), scheme.splits_blocks(layout)),
-            position_of_whole=(scheme.start(arrives), scheme.splits_blocks(arrives)),
-            moving=() if whole else moving,
-            packs=scheme.packs(layout, arrives),
-        )
+        self.moving = () if whole else moving
+        self.kept, self.cast = Kept(schemes, layout, whole), CastPlan(schemes)
+        self.position = scheme.start(layout), scheme.splits_blocks(layout)
+        self.position_of_whole = scheme.start(arrives), scheme.splits_blocks(arrives)
+        self.packs = scheme.packs(layout, arrives)
 
 
 class Float8Weight:
@@ -581,7 +565,7 @@ class Float8Weight:
         if self._plan is None or any(map(is_not, self._plan[0], depends_on)):
             layout = self.layout(parameter)
             assert layout is not None
-            plan = GatherPlan.of(self.schemes, layout, self.gathered_layout(layout) or layout)
+            plan = GatherPlan(self.schemes, layout, self.gathered_layout(layout) or layout)
             self._plan = depends_on, plan
         return self._plan[1]
 
