@@ -229,15 +229,6 @@ def as_copies(
     return copies
 
 
-def flat_copies(plan: CastPlan, copies: Copies) -> list[torch.Tensor]:
-    """List the scales of each scheme, then each copy's data: the inverse of :func:`as_copies`."""
-    scales = {i: quantized.scales for i, quantized in zip(plan.of, copies, strict=True)}
-    data = []
-    for transposed, (qdata, *_) in zip(plan.transposed, copies, strict=True):
-        data.append(qdata.view(-1, qdata.shape[-1]).t() if transposed else qdata)
-    return [*(scale for levels in scales.values() for scale in levels), *data]
-
-
 def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
     """Wrap the cast of a tensor's local part as a Float8Tensor, or a DTensor of one."""
     return with_local(tensor, Float8Tensor.of(quantized, tensor.dtype))

@@ -41,12 +41,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import Copies, as_copies, cast_by, flat_copies
+from fp8_dist.cast import Copies, as_copies
 from fp8_dist.device import is_captured
 from fp8_dist.kernels import amax, cast_and_measure, empty_copies
 from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
-from fp8_dist.scaling import CastPlan, Dense, Statistics, reduction_groups
+from fp8_dist.scaling import CastPlan, Dense, Statistics, cast, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
@@ -123,11 +123,12 @@ class AmaxHistory:
         if torch.compiler.is_compiling():
             args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
             value, scale, *data = history_copies.overload(*args)
-            return as_copies(plan, data, [(scale,)]), value
-        if is_selectively_checkpointed():
+        elif is_selectively_checkpointed():
             statistics, value = self.statistics_of(tensor, shared)
-            return cast_by(x, plan, [statistics]), value
-        return self._copies_of_local(x, plan, groups, shared)
+            ((scale,),), data = cast(x, plan, [statistics], (0, 0))
+        else:
+            value, scale, *data = self._cast_local(x, plan, groups, shared)
+        return as_copies(plan, data, [(scale,)]), value
 
     def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
         """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
@@ -158,19 +159,21 @@ class AmaxHistory:
     def _groups(self, tensor: torch.Tensor) -> list[str]:
         return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
-    def _copies_of_local(
+    def _cast_local(
         self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str], shared: int
-    ) -> tuple[Copies, torch.Tensor]:
+    ) -> list[torch.Tensor]:
+        """Cast a local tensor; return its amax, the scale, and the data of each copy."""
         if self.statistic is None or is_captured(x) or shared == FROZEN:
             statistics, value = self._statistics_of_local(x, groups, shared)
-            return cast_by(x, plan, [statistics]), value
+            ((scale,),), data = cast(x, plan, [statistics], (0, 0))
+            return [value, scale, *data]
         self.restored = False
         statistic, scheme = self.statistic.to(x.device), self.scheme
         value, _, scale, *data = cast_and_measure(
             x, statistic, scheme.dtype, scheme.power_of_2, plan.transposed
         )
         self._keep(value, shared)
-        return as_copies(plan, data, [(scale,)]), value
+        return [value, scale, *data]
 
     def _statistics_of_local(
         self, x: torch.Tensor, groups: Sequence[str], shared: int
@@ -221,9 +224,9 @@ def history_copies(
     """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
     history = owner_of(handle)
     plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
-    copies, value = history._copies_of_local(x, plan, groups, shared)
+    value, *rest = history._cast_local(x, plan, groups, shared)
     # The graph may reuse the memory of its results.
-    return [value.clone() if shared else value, *flat_copies(plan, copies)]
+    return [value.clone() if shared else value, *rest]
 
 
 @query("history_statistic(Tensor x, Tensor handle, int shared, str[] groups) -> Tensor[]")

@@ -49,7 +49,7 @@ from fp8_dist.mesh import (
     with_local,
 )
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, Scheme, Start, multiply
+from fp8_dist.scaling import Quantized, multiply
 from fp8_dist.torch_internals import backward_id, backward_runs, have_gradients
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
@@ -95,26 +95,17 @@ def float8_linear(
 
 
 class OperandSpec(NamedTuple):
-    """An operand without its tensors; see :class:`fp8_dist.scaling.Quantized`."""
+    """An operand, or the planned cast of a weight, without its tensors."""
 
     places: Sequence[int]  # the indices of its tensors in a flat list
-    scheme: Scheme | None = None  # None for an operand in high precision
-    start: Start = (0, 0)
-    splits_blocks: bool = False
-
-    def tensors(self, flat: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [flat[i] for i in self.places]
+    rest: tuple[Any, ...] = ()  # the other fields; none of an operand in high precision
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, *scales = self.tensors(flat)
-        if self.scheme is None:
-            return first
-        return Quantized(first, tuple(scales), self.scheme, self.start, self.splits_blocks)
+        first, *scales = [flat[i] for i in self.places]
+        return Quantized(first, tuple(scales), *self.rest) if self.rest else first
 
     def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
-        """Return the planned cast of a weight."""
-        assert self.scheme is not None
-        return Recast(tuple(self.tensors(flat)), self.scheme, self.start, self.splits_blocks)
+        return Recast(tuple([flat[i] for i in self.places]), *self.rest)
 
 
 _Specs = tuple[OperandSpec | None, ...]
@@ -135,7 +126,7 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Sp
             tensors, rest = operand.statistics, operand[1:]
         else:
             tensors = (operand,)
-        specs.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), *rest))
+        specs.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), rest))
     return flat, tuple(specs)
 
 

@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from operator import is_not
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -52,13 +52,12 @@ from fp8_dist.mesh import (
     replicated_over,
     sharded_dim,
 )
-from fp8_dist.recipe import Gemm, Operand, OperandCopies
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
     CastPlan,
     Quantized,
     Scales,
     Scheme,
-    Start,
     Statistics,
     by_scheme,
     cast,
@@ -97,8 +96,8 @@ from fp8_dist.torch_internals import (
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
 
-class GatherPlan(NamedTuple):
-    """How FSDP2 gathers a weight in float8, given its layout and config.
+class GatherPlan:
+    """How FSDP2 gathers a weight of one scheme in float8.
 
     Attributes:
         layout: the layout of the sharded parameter.
@@ -111,31 +110,16 @@ class GatherPlan(NamedTuple):
         packs: whether the gather carries packed data (:meth:`Scheme.pack`).
     """
 
-    layout: Layout
-    arrives: Layout
-    kept: Kept
-    cast: CastPlan
-    position: tuple[Start, bool]
-    position_of_whole: tuple[Start, bool]
-    moving: tuple[int, ...]
-    packs: bool
-
-    @staticmethod
-    def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "GatherPlan":
-        """Make the plan of a weight of one scheme."""
+    def __init__(self, schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> None:
         (scheme,) = schemes
+        self.layout, self.arrives = layout, arrives
         moving = scheme.moving_levels(layout, arrives)
         whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
-        return GatherPlan(
-            layout,
-            arrives,
-            kept=Kept(schemes, layout, whole),
-            cast=CastPlan(schemes),
-            position=(scheme.start(layout), scheme.splits_blocks(layout)),
-            position_of_whole=(scheme.start(arrives), scheme.splits_blocks(arrives)),
-            moving=() if whole else moving,
-            packs=scheme.packs(layout, arrives),
-        )
+        self.moving = () if whole else moving
+        self.kept, self.cast = Kept(schemes, layout, whole), CastPlan(schemes)
+        self.position = scheme.start(layout), scheme.splits_blocks(layout)
+        self.position_of_whole = scheme.start(arrives), scheme.splits_blocks(arrives)
+        self.packs = scheme.packs(layout, arrives)
 
 
 class Float8Weight:
@@ -399,10 +383,6 @@ class Float8Weight:
         """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
 
-    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
-        """The float8 copies for both GEMMs of the weight, or for one of them."""
-        return self.config.recipe.copies("weight", gemms, device)
-
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observing.Owner`."""
         return self.config.recipe.casts[operand]
@@ -445,7 +425,8 @@ class Float8Weight:
         if not torch.compiler.is_compiling():
             self._warn_if_flag_has_no_effect(parameter)
         both = torch.is_grad_enabled() and needs_grad_input and self.fsdp is None
-        plan, places = self.copies(_GEMMS if both else _GEMMS[:1], local.device)
+        gemms = _GEMMS if both else _GEMMS[:1]
+        plan, places = self.config.recipe.copies("weight", gemms, local.device)
         copies: Copies = ()
         recast = None
         with torch.no_grad():
@@ -479,10 +460,9 @@ class Float8Weight:
         copies: Copies = ()
         if plan.of:
             copies = cast_by(shard, plan, [statistics[plan.schemes[0]]], layout)
-        second = self.copies(_GEMMS[1:], shard.device).plan
-        if not second.of:
+        scheme = self.config.recipe.uses["weight"]["grad_input"]
+        if scheme is None:
             return copies, None
-        (scheme,) = second.schemes
         position = scheme.start(layout), scheme.splits_blocks(layout)
         return copies, Recast(statistics[scheme], scheme, *position)
 
@@ -585,7 +565,7 @@ class Float8Weight:
         if self._plan is None or any(map(is_not, self._plan[0], depends_on)):
             layout = self.layout(parameter)
             assert layout is not None
-            plan = GatherPlan.of(self.schemes, layout, self.gathered_layout(layout) or layout)
+            plan = GatherPlan(self.schemes, layout, self.gathered_layout(layout) or layout)
             self._plan = depends_on, plan
         return self._plan[1]
 
