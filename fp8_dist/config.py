@@ -169,8 +169,8 @@ class CastConfig:
 
     def _check_blocks(self) -> None:
         size, rule = self.block_size, self.scale_rule
-        of_blocks = ("block_size", "scale_rule", "scale_format", "source", "format")
-        given = {f: v for f in of_blocks if (v := getattr(self, f)) != getattr(CastConfig, f)}
+        block_fields = ("block_size", "scale_rule", "scale_format", "source", "format")
+        given = {f: v for f in block_fields if (v := getattr(self, f)) != getattr(CastConfig, f)}
         if self.scaling_granularity is not ScalingGranularity.BLOCKWISE:
             if given:
                 shown = ", ".join(f"{field}={value!r}" for field, value in given.items())

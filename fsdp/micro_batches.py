@@ -62,10 +62,10 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
         gc.collect()  # models that nothing refers to any more
     if problem := _problems_of_all(ranks):
         raise ValueError(f"micro_batches: {problem}")
-    return _of_this_rank(count, ranks)
+    return _micro_batches_of_rank(count, ranks)
 
 
-def _of_this_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
+def _micro_batches_of_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
     waiting, reduced, index = list[EncodedReduction](), set[Any](), 0
 
     def check(reduction: EncodedReduction) -> bool:

@@ -259,8 +259,8 @@ def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:
     """
     if math.prod(scales) == 1:
         return [1] * len(entry)
-    of_rows = len(entry) == 2 and list(scales) == [entry[0]]
-    return [entry[0], 1] if of_rows else list(scales)
+    is_by_row = len(entry) == 2 and list(scales) == [entry[0]]
+    return [entry[0], 1] if is_by_row else list(scales)
 
 
 def check_values(qdata: torch.Tensor, scheme: Scheme, name: str) -> None:

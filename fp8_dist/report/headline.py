@@ -64,7 +64,7 @@ class Headline:
 
 def headline(run: Run) -> Headline | None:
     """Return the headline of a run, or None if nothing is wrong or unusual."""
-    faults = [*_of_recordings(run), *_of_statistics(run), *_of_metrics(run)]
+    faults = [*_faults_in_recordings(run), *_faults_in_statistics(run), *_faults_in_metrics(run)]
     # Wrong before unusual; in one step, faults that name a layer first.
     faults.sort(key=lambda fault: (not fault.is_wrong, fault.step, fault.fqn is None))
     if not faults:
@@ -121,7 +121,7 @@ def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str
         yield f"The first bad cast that was seen may be an effect: {seen}."
 
 
-def _of_metrics(run: Run) -> Iterator[Fault]:
+def _faults_in_metrics(run: Run) -> Iterator[Fault]:
     """Yield metrics that are not finite to the end as wrong, others as unusual."""
     names: dict[tuple[bool, int], list[str]] = {}
     for name in run.metric_names:
@@ -138,7 +138,7 @@ def _of_metrics(run: Run) -> Iterator[Fault]:
         yield Fault(step, last, text, "metrics", lasts)
 
 
-def _of_statistics(run: Run) -> Iterator[Fault]:
+def _faults_in_statistics(run: Run) -> Iterator[Fault]:
     # (A GEMM that loses all has an SQNR of minus infinity, which is not NaN.)
     bad = [row for row in run.stats if not row["finite"] and row.get("sqnr") != -math.inf]
     if bad:
@@ -165,16 +165,16 @@ def _share(row: JsonRow) -> str:
     return f"{share}NaN or infinite"
 
 
-def _of_recordings(run: Run) -> Iterator[Fault]:
+def _faults_in_recordings(run: Run) -> Iterator[Fault]:
     """Replay the recordings up to the first one with something wrong."""
     for recording in run.recordings:
-        for fault in _of_recording(recording, run.notes):
+        for fault in _faults_in_recording(recording, run.notes):
             yield fault
             if fault.is_wrong:
                 return
 
 
-def _of_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault]:
+def _faults_in_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault]:
     folder, rows = recording["folder"], recording["rows"]
     only = (0,) if recording["world"] == 1 else ()
     try:

@@ -64,8 +64,8 @@ def operator_calls(
     m, k = shape or SHAPES[odd]
     calls: Calls = {}
     torch.manual_seed(0)
-    of_casts = amax_calls, cast_calls, fold_calls, block_calls
-    for family in (*of_casts, gemm_calls, message_calls):
+    cast_families = amax_calls, cast_calls, fold_calls, block_calls
+    for family in (*cast_families, gemm_calls, message_calls):
         calls |= family(m, k)
     return {name: moved(operator_call, device) for name, operator_call in calls.items()}
 
@@ -116,8 +116,8 @@ def amax_calls(m: int, k: int) -> Calls:
         calls[f"amax along [1] {short_name(dtype)}"] = call(amax, special(m, k, dtype), [1])
     calls["amaxes"] = call(kernels.amaxes, x, ["row", "column"])
     others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
-    for name, of_rows in {"": False, " by rows": True}.items():
-        calls[f"amax_of_tensors{name}"] = call(kernels.amax_of_tensors, x, others, of_rows)
+    for name, by_row in {"": False, " by rows": True}.items():
+        calls[f"amax_of_tensors{name}"] = call(kernels.amax_of_tensors, x, others, by_row)
     amaxes = amax.portable(special(m, 8, FP32), [1])
     amaxes[10], amaxes[11], amaxes[12] = 0.0, 1e-13, 1e-40
     for dtype, power in ((E4M3, True), (E5M2, False)):

@@ -52,7 +52,7 @@ def latest(results: Iterable[Result]) -> list[Result]:
     return list({(result.stage, result.name): result for result in results}.values())
 
 
-def of_stage(results: Sequence[Result], *stages: str) -> list[Result]:
+def in_stages(results: Sequence[Result], *stages: str) -> list[Result]:
     """Return the results of stages, and of their parts ("kernels 1")."""
     return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
 
@@ -102,7 +102,7 @@ def rates(results: Sequence[Result]) -> str:
         "float8": assumed.float8,
     }
     lines = []
-    for r in of_stage(results, "rates"):
+    for r in in_stages(results, "rates"):
         amount = r.bytes or r.flops
         if not amount and not r.error:
             continue
@@ -165,18 +165,18 @@ def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     yield "The machine", where(results)
     yield "Checks", checks(results)
     yield "Rates", rates(results)
-    kernels = [f"- {r.recipe}: {r.note}" for r in of_stage(results, "kernel rates") if r.note]
+    kernels = [f"- {r.recipe}: {r.note}" for r in in_stages(results, "kernel rates") if r.note]
     yield "Kernels of a layer's step", "\n".join(kernels)
-    timed = of_stage(results, "layers")
+    timed = in_stages(results, "layers")
     walls = [r for r in timed if r.name.endswith(", wall")]
     on_device = [r for r in timed if not r.name.endswith(", wall")]
     for title, timed in (("Layer", on_device), ("Layer on the host's clock", walls)):
         for shape, of in candidates(timed).items():
             yield f"{title}, {shape}", times(of)
-    for shape, text in blocks(of_stage(results, "blocks")).items():
+    for shape, text in blocks(in_stages(results, "blocks")).items():
         yield f"A step of {shape}", text
     for stage, title in (("experts", "Experts"), ("training", "Training"), ("nccl", "NCCL")):
-        timed = of_stage(results, stage)
+        timed = in_stages(results, stage)
         for shape, of in candidates(timed).items():
             yield f"{title}, {shape}", times(of)
         notes = [f"- {r.name}: {r.note}" for r in timed if r.note]

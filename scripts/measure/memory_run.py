@@ -74,14 +74,14 @@ def weight_sizes(module: nn.Module) -> set[int]:
     return {m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)}
 
 
-def of_layer(name: str) -> Held:
+def held_by_layer(name: str) -> Held:
     """A candidate's linear layer."""
     layer = linear_of(name, nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16))
     x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
     return kept_by(lambda: layer(x * 1), layer, {layer.weight.numel(): WEIGHT})
 
 
-def of_block(name: str, mode: str) -> Held:
+def held_by_block(name: str, mode: str) -> Held:
     """A candidate's block; mode: one of `MODES`."""
     block = Block(CONFIG).bfloat16()
     tables = rope_tables(CONFIG)
@@ -109,7 +109,7 @@ def of_block(name: str, mode: str) -> Held:
     return kept_by(forward, block, kinds, checkpoints)
 
 
-def of_models(names: Sequence[str]) -> dict[str, tuple[Held, Held]]:
+def held_by_models(names: Sequence[str]) -> dict[str, tuple[Held, Held]]:
     """Bytes that a rank keeps of each candidate's model at both depths; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     tokens = torch.randint(CONFIG.vocab_size, (BATCH // mesh.size(), SEQUENCE))
@@ -165,9 +165,9 @@ def checks(layers: Mapping[str, Held], models: Mapping[str, tuple[Held, Held]]) 
 
 
 def run(args: argparse.Namespace) -> int:
-    layers = {name: of_layer(name) for name in NAMES}
-    blocks = {name: {mode: of_block(name, mode) for mode in MODES} for name in NAMES}
-    models = run_on_ranks(RANKS, of_models, NAMES)[0]
+    layers = {name: held_by_layer(name) for name in NAMES}
+    blocks = {name: {mode: held_by_block(name, mode) for mode in MODES} for name in NAMES}
+    models = run_on_ranks(RANKS, held_by_models, NAMES)[0]
     by_layer = {name: (held[OTHER], held[WEIGHT]) for name, held in layers.items()}
     by_block = {name: (per_block(held), held[1][WEIGHT]) for name, held in models.items()}
     layer_head = ["layer", "activations, B", "of bf16", "copies of the weight, B"]

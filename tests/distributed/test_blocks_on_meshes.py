@@ -190,14 +190,14 @@ def test_prepared_inputs_in_parts_move_in_high_precision(
 SHAPE = SHAPES["cut blocks"]  # on each of these meshes
 
 
-def of_recipe(recipe: str, **fields: Any) -> Float8LinearConfig:
+def config_for(recipe: str, **fields: Any) -> Float8LinearConfig:
     return replace(Float8LinearConfig.from_recipe_name(recipe), **fields)
 
 
 def nan_of_a_weight(name: str, precompute: bool) -> list[Any]:
     """The rows and columns that are NaN of the weight that a rank multiplies."""
     at = MESHES[name]
-    model = on_mesh(at, SHAPE, of_recipe("blockwise"))
+    model = on_mesh(at, SHAPE, config_for("blockwise"))
     if dist.get_rank() == 1:
         with torch.no_grad():
             model[0].weight._local_tensor[10, 5] = math.nan  # type: ignore[union-attr]

@@ -113,11 +113,11 @@ def test_the_numbers_and_casts_of_one_device(
             assert any(row.underflow for row in its if isinstance(row, CastStats))
             assert all(math.isfinite(row.sqnr) for row in its)
             assert dropped == 0
-        of_ranks = folder / "ranks" / "step000001"
-        parts = [part for cast in casts(of_ranks) for part in cast.parts]
+        rank_folder = folder / "ranks" / "step000001"
+        parts = [part for cast in casts(rank_folder) for part in cast.parts]
         names = {(part["rank"], part["step"], part["call"]) for part in parts}
         assert names == {(rank, 1, 0) for rank in range(pool.world_size)}
-        assert different(of_ranks, folder / "twin" / "step000001") == []
+        assert different(rank_folder, folder / "twin" / "step000001") == []
         assert len({(part["fqn"], part["operand"]) for part in parts}) == 3 * 3
 
 

@@ -73,10 +73,10 @@ class _NoGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    ("between", "of_first"), [(False, ["gate", "up", "down"]), (True, ["x", "down"])]
+    ("between", "rank_0_gradients"), [(False, ["gate", "up", "down"]), (True, ["x", "down"])]
 )
 @on_ranks(2, timeout=20)
-def test_a_rank_without_gradients(between: bool, of_first: list[str]) -> None:
+def test_a_rank_without_gradients(between: bool, rank_0_gradients: list[str]) -> None:
     """What has a gradient that is not 0, if rank 0 has none after, or before, the combination.
 
     The rank sends zeros: the others wait for its rows.
@@ -90,7 +90,7 @@ def test_a_rank_without_gradients(between: bool, of_first: list[str]) -> None:
     output = slots.sum(1)
     (output if between else _NoGradient.apply(output)).backward(layer.grad)
     found = [n for n, each in t.items() if each.grad is not None and each.grad.any()]
-    assert found == (of_first if dist.get_rank() == 0 else ["x", "gate", "up", "down"])
+    assert found == (rank_0_gradients if dist.get_rank() == 0 else ["x", "gate", "up", "down"])
 
 
 CHECKPOINTS: dict[str, dict[str, Any]] = {"none": {}, "full": {}, "selective": SELECTIVE}

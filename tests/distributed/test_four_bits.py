@@ -129,17 +129,17 @@ def gathered(axes: Axes, sizes: list[tuple[int, int]]) -> tuple[float, int, set[
     rows = [row for row in audit.rows if row.axis == "shard"]
     assert {row.op for row in rows} <= {"all_gather", "reduce_scatter"}  # no amax in the step
     rows = [row for row in rows if row.op == "all_gather"]
-    of_bf16 = sum(row.bytes for row in rows) / sum(row.bf16_bytes for row in rows)
+    share_of_bf16 = sum(row.bytes for row in rows) / sum(row.bf16_bytes for row in rows)
     warnings = [text for text in texts if "gathers their weights" in text]
     dtypes = {str(row.dtype) for row in rows}
-    return of_bf16, before.count("all_reduce"), dtypes, warnings
+    return share_of_bf16, before.count("all_reduce"), dtypes, warnings
 
 
 @pytest.mark.parametrize("axes", [(2, 2, 1), (1, 2, 2)], ids=str)
 def test_bytes(ranks: RankPools, axes: Axes) -> None:
     for found in ranks(torch.Size(axes).numel()).run(gathered, axes, SIZES):
-        of_bf16, all_reduces, dtypes, warnings = found
-        assert of_bf16 <= 0.2505
+        share_of_bf16, all_reduces, dtypes, warnings = found
+        assert share_of_bf16 <= 0.2505
         assert all_reduces <= 1
         assert dtypes == {str(E2M1_X2), "torch.uint8"}
         assert not warnings
@@ -148,8 +148,8 @@ def test_bytes(ranks: RankPools, axes: Axes) -> None:
 def test_a_gather_that_is_not_packed_warns_once(ranks: RankPools) -> None:
     sizes = [(256, 250), (250, 128), (128, 65), (65, 64)]
     found = ranks(3).run(gathered, (1, 3, 1), sizes)
-    for of_bf16, all_reduces, dtypes, warnings in found:
-        assert of_bf16 <= 0.5005
+    for share_of_bf16, all_reduces, dtypes, warnings in found:
+        assert share_of_bf16 <= 0.5005
         assert (all_reduces, dtypes, len(warnings)) == (1, {"torch.float8_e4m3fn"}, 1)
     assert_expected_inline(
         found[0][-1][0],

@@ -42,7 +42,7 @@ def gradients_of(net: nn.Module) -> Gradients:
     }
 
 
-def of_single_rank(rank: int, frozen: bool = False, **arguments: Any) -> Gradients:
+def single_rank_gradients(rank: int, frozen: bool = False, **arguments: Any) -> Gradients:
     net = Uneven()
     net.flat.requires_grad_(not frozen)
     backward(net, rank, **arguments)
@@ -59,7 +59,7 @@ def wrong_bits(transport: Any, spare: bool) -> list[str]:
     Without `spare` a parameter between others is frozen, too.
     """
     mesh, own = device_mesh(dp=dist.get_world_size()), dist.get_rank()
-    each = [of_single_rank(rank, not spare, spare=spare) for rank in range(mesh.size())]
+    each = [single_rank_gradients(rank, not spare, spare=spare) for rank in range(mesh.size())]
     wrong = []
     for _ in range(2):
         net = sharded(mesh)
@@ -273,7 +273,7 @@ def test_tensor_parallel_ranks_that_differ() -> None:
 
 @on_ranks(1)
 def test_one_rank_rounds_as_others_do_and_sends_nothing() -> None:
-    exact, mesh = of_single_rank(0), device_mesh(dp=1)
+    exact, mesh = single_rank_gradients(0), device_mesh(dp=1)
     net, handed = sharded(mesh), list[int]()
     net.set_all_reduce_hook(lambda reduced: handed.append(reduced.numel()))  # type: ignore[operator]
     set_gradient_transport(net, "float8")
@@ -318,8 +318,8 @@ def refusals() -> dict[str, str]:
     together = Uneven()
     fully_shard([together.wide, together.flat], mesh=mesh)
     set_gradient_transport(nn.Sequential(sharded(mesh), copied), None)
-    of_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=mesh)
-    set_gradient_transport(of_fp64, "bf16")
+    layer_in_fp64 = fully_shard(nn.Linear(8, 8).double(), mesh=mesh)
+    set_gradient_transport(layer_in_fp64, "bf16")
     own.wide.set_custom_reduce_scatter(OwnReduceScatter())  # type: ignore[operator]
     call: Any = set_gradient_transport
     calls: dict[str, Callable[[], None]] = {
@@ -333,7 +333,7 @@ def refusals() -> dict[str, str]:
         "filter of all": lambda: call(net, "bf16", high_precision=lambda name, p: True),
     }
     found = {name: raised(ValueError, each) for name, each in calls.items()}
-    sum_of_fp64 = of_fp64(torch.ones(2, 8).double()).sum()
+    sum_of_fp64 = layer_in_fp64(torch.ones(2, 8).double()).sum()
     found["fp64"] = raised(NotImplementedError, sum_of_fp64.backward)
     types: dict[str, Callable[[], None]] = {
         "filter": lambda: call(net, "bf16", high_precision="norm"),

@@ -100,8 +100,8 @@ def continued(kind: str, folder: Path, first: int, end: int, save: bool) -> Weig
     optimizer = optimizer_of(model)
 
     def state() -> dict[str, Any]:
-        of_model, of_optimizer = get_state_dict(model, optimizer)
-        return {"model": of_model, "optimizer": of_optimizer, "float8": Float8State(model)}
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        return {"model": model_state, "optimizer": optimizer_state, "float8": Float8State(model)}
 
     if first:
         dcp.load(found := state(), checkpoint_id=folder)
@@ -367,10 +367,10 @@ def norms() -> None:
         for parameter, whole in zip(single, wholes, strict=True):
             parameter.grad = whole.clone()
         squares = torch.cat([w.double().flatten() for w in wholes]).square().tolist()
-        of_parts, of_wholes = (exact_norm([p.grad for p in ps]) for ps in (parameters, single))
-        assert same_bits(of_parts, of_wholes)
+        shard_norm, full_norm = (exact_norm([p.grad for p in ps]) for ps in (parameters, single))
+        assert same_bits(shard_norm, full_norm)
         expected = torch.tensor(math.sqrt(math.fsum(squares)), dtype=torch.float64)
-        torch.testing.assert_close(of_parts, expected, rtol=2**-50, atol=0, equal_nan=True)
+        torch.testing.assert_close(shard_norm, expected, rtol=2**-50, atol=0, equal_nan=True)
         found = clip_grad_norm_(parameters, 1.0, exact=True)
         assert same_bits(found, clip_grad_norm_(single, 1.0, exact=True))
         for parameter, whole in zip(parameters, single, strict=True):
@@ -393,6 +393,6 @@ def shares(count: int) -> list[tuple[int, float]]:
 
 def test_who_runs_what(ranks: RankPools) -> None:
     last = (3, 1.0), (3, 0.0)
-    of_three = [[(0, 1.0), last[0]], [(1, 1.0), last[1]], [(2, 1.0), last[1]]]
-    assert ranks(3).run(shares, 4) == of_three
+    three_shares = [[(0, 1.0), last[0]], [(1, 1.0), last[1]], [(2, 1.0), last[1]]]
+    assert ranks(3).run(shares, 4) == three_shares
     assert ranks(1).run(shares, 2) == [[(0, 1.0), (1, 1.0)]]

@@ -37,12 +37,12 @@ def column_of_page(column: str) -> dict[str, str]:
     return {cells[0]: cells[head.index(column)] for cells in rows}
 
 
-def of_each(write: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
+def every_weight(write: Callable[[Tensor], object]) -> Callable[[nn.Module], None]:
     """Write to each weight."""
     return lambda net: [write(layer.weight) for layer in float8_layers(net).values()] and None
 
 
-def of_state(write: Callable[[list[Tensor]], object]) -> Callable[[nn.Module], None]:
+def state_tensors(write: Callable[[list[Tensor]], object]) -> Callable[[nn.Module], None]:
     """Write to the weights that ``state_dict()`` returns."""
     return lambda net: write([v for k, v in net.state_dict().items() if "weight" in k]) and None
 
@@ -80,37 +80,39 @@ def load(net: nn.Module) -> None:
     net.load_state_dict({k: v * 10 for k, v in net.state_dict().items()})
 
 
-REPLACE_DATA = of_each(replace_data)
+REPLACE_DATA = every_weight(replace_data)
 WRITES: dict[str, Callable[[nn.Module], None]] = {
     "a step of its optimizer": step,
     "`load_state_dict`": load,
     "another parameter: `layer.weight = ...`": replace,
     "`torch.utils.swap_tensors(weight, other)`": swap,
-    "`weight.mul_(2)`, `weight.copy_(ema)`, also of `weight.detach()`": of_each(
+    "`weight.mul_(2)`, `weight.copy_(ema)`, also of `weight.detach()`": every_weight(
         lambda w: w.mul_(10)
     ),
-    "`weight[0].mul_(2)`": of_each(lambda w: w[:4].mul_(10)),
-    "`weight.to_local().mul_(2)`": of_each(lambda w: local_tensor(w).detach().mul_(10)),
+    "`weight[0].mul_(2)`": every_weight(lambda w: w[:4].mul_(10)),
+    "`weight.to_local().mul_(2)`": every_weight(lambda w: local_tensor(w).detach().mul_(10)),
     "`torch._foreach_mul_(weights, 2)`": lambda net: torch._foreach_mul_(
         [layer.weight for layer in float8_layers(net).values()], 10.0
     ),
-    "`weight.data.mul_(2)`, `weight.data += delta`": of_each(lambda w: w.data.mul_(10)),
-    "`weight.data[0].mul_(2)`": of_each(lambda w: w.data[:4].mul_(10)),
+    "`weight.data.mul_(2)`, `weight.data += delta`": every_weight(lambda w: w.data.mul_(10)),
+    "`weight.data[0].mul_(2)`": every_weight(lambda w: w.data[:4].mul_(10)),
     "`weight.data = other`": REPLACE_DATA,
-    "`dist.all_reduce(weight)`, of a DTensor `weight.to_local()`": of_each(
+    "`dist.all_reduce(weight)`, of a DTensor `weight.to_local()`": every_weight(
         lambda w: dist.all_reduce(local_tensor(w))
     ),
-    "in-place operations on what `state_dict()` returned": of_state(
+    "in-place operations on what `state_dict()` returned": state_tensors(
         lambda s: [v.mul_(10) for v in s]
     ),
-    "foreach operations on what `state_dict()` returned": of_state(
+    "foreach operations on what `state_dict()` returned": state_tensors(
         lambda s: torch._foreach_mul_(s, 10.0)
     ),
-    "`.data` of what `state_dict()` returned": of_state(lambda s: [v.data.mul_(10) for v in s]),
-    "collectives into what `state_dict()` returned": of_state(
+    "`.data` of what `state_dict()` returned": state_tensors(
+        lambda s: [v.data.mul_(10) for v in s]
+    ),
+    "collectives into what `state_dict()` returned": state_tensors(
         lambda s: [dist.all_reduce(local_tensor(v)) for v in s]
     ),
-    "a numpy array that shares its memory": of_each(write_to_numpy),
+    "a numpy array that shares its memory": every_weight(write_to_numpy),
 }
 
 COLLECTIVES = {write for write in WRITES if "all_reduce" in write or "collectives" in write}

@@ -114,14 +114,14 @@ def gemms(recipe: str, features: tuple[int, int]) -> dict[str, list[float]]:
     expected.backward(grad)
     ways = [(packed(2), packed(1)), (packed(1), packed(2)), (Replicate(), packed(2))]
     for weight in (Replicate(), Shard(0), Shard(1)):
-        for of_input, of_grad in ways:
+        for x_placements, grad_placements in ways:
             other = layer_of(recipe, placed(w, mesh, weight))
-            part = placed(x, mesh, of_input).requires_grad_()
+            part = placed(x, mesh, x_placements).requires_grad_()
             output = other(part)
-            output.backward(placed(grad, mesh, of_grad))
+            output.backward(placed(grad, mesh, grad_placements))
             pairs = [(expected, output), (inputs.grad, part.grad)]
             pairs.append((layer.weight.grad, other.weight.grad))
-            found[f"{weight} {of_input} {of_grad}"] = [
+            found[f"{weight} {x_placements} {grad_placements}"] = [
                 float(sqnr(a.detach(), b.detach().full_tensor())) for a, b in pairs
             ]
     return found

@@ -48,9 +48,9 @@ def train(recipe: str, fault: str, folder: Path, arguments: dict[str, Any]) -> N
 
 
 def replayed(folder: Path) -> Replay:
-    *of_anomalies, written = sorted(folder.iterdir())
+    *anomalies, written = sorted(folder.iterdir())
     assert written.name.startswith(f"step{STEP:06d}")
-    assert "incomplete" not in str([written, of_anomalies])
+    assert "incomplete" not in str([written, anomalies])
     return Replay(written)
 
 

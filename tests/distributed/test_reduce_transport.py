@@ -470,9 +470,9 @@ def test_ranks_that_disagree() -> None:
     at: dict[str, Any] = {"weight": Shard(1), "input": Shard(-1), "output": Shard(1)}
     layer: Any = by_hand.layers[0]
     declare = partial(declare_placements, layer.w2, mesh, **at, reduce_transport=transport)
-    of_plan, of_layers = [
+    plan_error, layers_error = [
         raised(ValueError, lambda: apply_tp_plan(module, mesh, mlp_plan(transport, True))),
         raised(ValueError, declare),
     ]
-    assert "'reduce_transport': 'bf16'} on rank 0" in of_plan
-    assert "reduce_transport='bf16' on rank 0; weight=" in of_layers
+    assert "'reduce_transport': 'bf16'} on rank 0" in plan_error
+    assert "reduce_transport='bf16' on rank 0; weight=" in layers_error

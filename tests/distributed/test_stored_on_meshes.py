@@ -350,11 +350,11 @@ def other(name: str) -> nn.Module:
 @on_ranks(4)
 def test_writes_to_entries_reach_the_shards(name: str, tp: bool) -> None:
     expected, twin = dict(other(name).state_dict()), meshed(other(name), tp)
-    for of_shard in (False, True):
+    for is_sharded in (False, True):
         net = meshed(frozen(name), tp)
         for each, values in zip(*(n.state_dict().values() for n in (net, twin)), strict=True):
-            (each.to_local()[:] if of_shard else each).copy_(
-                values.to_local() if of_shard else values
+            (each.to_local()[:] if is_sharded else each).copy_(
+                values.to_local() if is_sharded else values
             )
         assert wrong_entries(net.state_dict(), expected) == []
     assert same(run(net), run(twin))

@@ -178,11 +178,11 @@ def wrong_means(transport: Any, axes: dict[str, int], syncs: Sequence[bool]) -> 
         loss_of(net, (rank + i) % 3, 10 * i + rank).backward()
     single = [gradients_of_rank(each, len(syncs)) for each in range(mesh.size())]
     for name, p in net.named_parameters():
-        of_ranks = [grads[name] for grads in single if name in grads]
-        if p.grad is None or not of_ranks:
-            wrong += [f"{name}: {p.grad}"] * ((p.grad is None) == bool(of_ranks))
+        summands = [grads[name] for grads in single if name in grads]
+        if p.grad is None or not summands:
+            wrong += [f"{name}: {p.grad}"] * ((p.grad is None) == bool(summands))
             continue
-        expected = torch.stack(of_ranks).double().sum(0) / mesh.size()
+        expected = torch.stack(summands).double().sum(0) / mesh.size()
         error = (p.grad.full_tensor().double() - expected).norm() / expected.norm()
         wrong += [f"{name}: {error:.3f}"] * bool(error > (0.05 if transport == "float8" else 0.01))
     return wrong
@@ -229,9 +229,9 @@ def collectives_of(transport: Any, tasks: Sequence[int]) -> int:
 
 
 def test_no_collective_is_added(ranks: RankPools) -> None:
-    of_fsdp2 = ranks(2).run_same(collectives_of, None, (0, 0))
+    fsdp2_counts = ranks(2).run_same(collectives_of, None, (0, 0))
     for tasks in ((0, 0), (0, 1), (1, NO_ADAPTER)):
-        assert ranks(2).run_same(collectives_of, "float8", tasks) == of_fsdp2
+        assert ranks(2).run_same(collectives_of, "float8", tasks) == fsdp2_counts
 
 
 def reported(asks_for_all: bool) -> tuple[list[str], list[str]]:
@@ -262,7 +262,7 @@ def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
         assert {"heads.1.bias", "block.adapters.1.weight"} <= {*alone[0]} & {*two[0]}
 
 
-def of_other_modules() -> str:
+def step_with_other_modules() -> str:
     """Heads that are sharded apart, of which each rank runs one."""
     mesh = device_mesh(dp=2)
     net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
@@ -274,6 +274,6 @@ def of_other_modules() -> str:
 
 
 def test_modules_that_only_some_ranks_run(ranks: RankPools) -> None:
-    first, second = ranks(2).run(of_other_modules)
+    first, second = ranks(2).run(step_with_other_modules)
     assert "rank 0 reduces the gradients of first while ranks [1] reduce" in first
     assert "rank 1 reduces the gradients of second while ranks [0] reduce" in second

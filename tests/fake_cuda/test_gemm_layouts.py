@@ -128,8 +128,8 @@ def _step(net: Net, path: Path, counter: KernelCounter) -> None:
 def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
     counts, hazards = fake_cuda.run(count_step, recipe, PATHS[path])
     # (The device that is faked has no GEMM for blocks of 32, nor for blocks in odd sizes.)
-    of_blocks = "mm" if PATHS[path].odd else "_scaled_mm_v2"
-    name = {"blockwise": of_blocks, "mxfp8": "mm"}.get(recipe, "_scaled_mm")
+    block_gemm = "mm" if PATHS[path].odd else "_scaled_mm_v2"
+    name = {"blockwise": block_gemm, "mxfp8": "mm"}.get(recipe, "_scaled_mm")
     gemms = [kernel for kernel in counts.kernels if kernel.name == name]
     assert len(gemms) == (6 if recipe == "rowwise_with_gw_hp" else 9)
     assert counts.problems == []

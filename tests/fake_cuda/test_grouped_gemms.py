@@ -27,7 +27,7 @@ def test_a_step(name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaPr
     counts = fake_cuda.run(count_experts, name, ExpertsShape(), torch.bfloat16)
     is_float8 = name in ("rowwise_folded", "tensorwise")
     gemm = "_scaled_grouped_mm" if is_float8 else "_grouped_mm"
-    assert [kernel.name for kernel in counts.of_kind("gemm")] == [gemm] * 3
+    assert [kernel.name for kernel in counts.by_kind("gemm")] == [gemm] * 3
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
     assert counts.syncs == counts.problems == []
@@ -79,7 +79,7 @@ def test_any_groups(
         at_once, alone = 3, 0  # blocks are padded in any case
     found, shapes = fake_cuda.run(products, counts, sizes, dtype, pads, recipe)
     assert shapes == [(sum(counts), sizes[0]), (sum(counts), sizes[1]), (len(counts), *sizes)]
-    names = [kernel.name for kernel in found.of_kind("gemm")]
+    names = [kernel.name for kernel in found.by_kind("gemm")]
     together = [name for name in names if "grouped" in name]
     assert (len(together), len(names) - len(together)) == (at_once, alone)
     assert found.syncs == found.problems == []

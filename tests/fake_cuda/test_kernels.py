@@ -32,8 +32,8 @@ def check(counts: Counts, kernels: int, gigabytes: float) -> None:
 
     (Copies of exponents into tiles, a few MB, count as transposing ones.)
     """
-    large = [k for k in counts.of_kind("transposing copy") if k.bytes > 2**24]
-    assert (len(counts.of_kind("gemm")), large) == (3, [])
+    large = [k for k in counts.by_kind("transposing copy") if k.bytes > 2**24]
+    assert (len(counts.by_kind("gemm")), large) == (3, [])
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
     assert counts.syncs == counts.problems == []
@@ -107,7 +107,7 @@ def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
     for name in FROZEN:
         device = "blackwell" if name == "mxfp8" else "hopper"
         each = [fake_cuda.run(count_frozen_layer, name, SHAPE, st, device) for st in (False, True)]
-        assert [len(counts.of_kind("gemm")) for counts in each] == [2, 2]
+        assert [len(counts.by_kind("gemm")) for counts in each] == [2, 2]
         assert all(counts.syncs == counts.problems == [] for counts in each)
         found[name] = tuple(
             (counts.launches, round(counts.bytes_besides_gemms / 1e9, 2)) for counts in each

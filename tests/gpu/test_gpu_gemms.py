@@ -85,8 +85,10 @@ def test_operands_of_any_layout(rows: bool) -> None:
     expected = scaled_mm(a, b, out_dtype=torch.bfloat16)
     check(a, b, torch.bfloat16, False)
     for layouts in itertools.product(("rows", "columns", "gaps"), repeat=2):
-        of_a, of_b = map(laid_out, (a, b), layouts)
-        assert torch.equal(scaled_mm(of_a, of_b, out_dtype=torch.bfloat16), expected), layouts
+        laid_out_a, laid_out_b = map(laid_out, (a, b), layouts)
+        assert torch.equal(scaled_mm(laid_out_a, laid_out_b, out_dtype=torch.bfloat16), expected), (
+            layouts
+        )
 
 
 @pytest.mark.parametrize("shape", [(512, 4096, 1024), (512, 14336, 256)])

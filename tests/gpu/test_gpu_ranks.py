@@ -94,8 +94,8 @@ def test_delayed_histories_where_the_compute_stream_is_slow(event: bool) -> None
     try:
         expected = histories_of_steps(0, event)
         assert len(expected) == 24
-        of_weights = [h for name, h in expected.items() if name.endswith("weight")]
-        assert all(len(set(history)) > 3 for history in of_weights)
+        weight_histories = [h for name, h in expected.items() if name.endswith("weight")]
+        assert all(len(set(history)) > 3 for history in weight_histories)
         assert histories_of_steps(SLEEP, event) == expected
     finally:
         dist.destroy_process_group()

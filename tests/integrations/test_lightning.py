@@ -104,11 +104,11 @@ def one_process(data_parallel_size: int) -> list[list[float]]:
     losses = []
     for step in range(STEPS):
         seeds = range(step * data_parallel_size, (step + 1) * data_parallel_size)
-        of_ranks = [net(batch(seed)).square().mean() for seed in seeds]
-        torch.stack(of_ranks).mean().backward()
+        rank_losses = [net(batch(seed)).square().mean() for seed in seeds]
+        torch.stack(rank_losses).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append([loss.item() for loss in of_ranks])
+        losses.append([loss.item() for loss in rank_losses])
     return losses
 
 

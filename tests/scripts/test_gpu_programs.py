@@ -188,7 +188,7 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Medians of all turns, and the baseline again."""
     path, shape = tmp_path / "results.jsonl", "8192 x 4096 x 14336"
     ident = {"card": "NVIDIA H100", "commit": "abc"}
-    of_layer = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
+    layer_fields = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
     lines = [
         Result("start", "versions", note="NVIDIA H100, torch 2.11.0", **ident),
         Result("kernels 1", "amax, odd, choice 0", **ident),
@@ -197,11 +197,11 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
         Result("tests", "test_gemms", error="RuntimeError: refused", **ident),
         Result("rates", "copy", readings=(1e-3, 2e-3, 3e-3), bytes=6 * 10**9, **ident),
         Result("kernel rates", "tensorwise", "tensorwise", note="_cast BM=64 2 us", **ident),
-        Result("layers", f"{shape}, bf16, turn 1", "bf16", readings=(4e-3, 5e-3), **of_layer),
-        Result("layers", f"{shape}, bf16, turn 2", "bf16", readings=(9e-3,), **of_layer),
-        Result("layers", f"{shape}, bf16, again, turn 1", "bf16", readings=(6e-3,), **of_layer),
-        Result("layers", f"{shape}, tensorwise compiled, turn 1", "tensorwise", True, readings=(2.5e-3,), peak=10**9, **of_layer),
-        Result("layers", f"{shape}, bf16, wall", "bf16", readings=(7e-3,), **of_layer),
+        Result("layers", f"{shape}, bf16, turn 1", "bf16", readings=(4e-3, 5e-3), **layer_fields),
+        Result("layers", f"{shape}, bf16, turn 2", "bf16", readings=(9e-3,), **layer_fields),
+        Result("layers", f"{shape}, bf16, again, turn 1", "bf16", readings=(6e-3,), **layer_fields),
+        Result("layers", f"{shape}, tensorwise compiled, turn 1", "tensorwise", True, readings=(2.5e-3,), peak=10**9, **layer_fields),
+        Result("layers", f"{shape}, bf16, wall", "bf16", readings=(7e-3,), **layer_fields),
         Result("blocks", "bf16, step", "bf16", shape="8 blocks", readings=(0.3,), tokens=8192, **ident),
         Result("blocks", "bf16, optimizer", "bf16", shape="8 blocks", readings=(0.1,), tokens=8192, **ident),
         Result("training", "bf16", "bf16", shape="1b", readings=(0.5,), tokens=4096, note="loss 3.2", **ident),

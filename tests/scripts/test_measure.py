@@ -128,7 +128,7 @@ def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_run, "ROWS", 128)
     monkeypatch.setattr(memory_run, "FEATURES", 256)
     names = (BF16, "tensorwise", "mxfp8", memory_run.HIGH_PRECISION_INPUT)
-    kept = {name: memory_run.of_layer(name) for name in names}
+    kept = {name: memory_run.held_by_layer(name) for name in names}
     x, w = memory_run.ROWS * memory_run.FEATURES, memory_run.FEATURES**2
     for name, held in kept.items():
         if name in OURS and name != memory_run.HIGH_PRECISION_INPUT:
@@ -140,13 +140,13 @@ def test_memory_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_memory_of_checkpointed_blocks() -> None:
     plain, selective, full = (
-        memory_run.of_block("tensorwise", mode)[OTHER] for mode in memory_run.MODES
+        memory_run.held_by_block("tensorwise", mode)[OTHER] for mode in memory_run.MODES
     )
     assert plain > 1.5 * selective > 1.5 * full
 
 
 def test_memory_of_models(ranks: RankPools) -> None:
-    (models,) = ranks(2).run_same(memory_run.of_models, ["tensorwise"]).values()
+    (models,) = ranks(2).run_same(memory_run.held_by_models, ["tensorwise"]).values()
     assert memory_run.per_block(models) > 0
     assert all(held[WEIGHT] == 0 for held in models)
 

@@ -145,9 +145,9 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in lines]
     layers = json.loads((out / "config.json").read_text())["float8_layers"]
     for step in (1, 2, 3):
-        of_step = [row for row in rows if row["step"] == step]
-        assert {row["fqn"] for row in of_step} == set(layers)
-        assert [row["kind"] for row in of_step].count("cast") == 3 * len(layers)
+        step_rows = [row for row in rows if row["step"] == step]
+        assert {row["fqn"] for row in step_rows} == set(layers)
+        assert [row["kind"] for row in step_rows].count("cast") == 3 * len(layers)
     shutil.rmtree(out / "checkpoints" / "step-00000003")
     train.main([*options, "--resume", "auto"])
     assert (out / "float8_stats.jsonl").read_text().splitlines() == lines

@@ -93,7 +93,7 @@ NAMES = ("docs", *PATTERNS)
 def save(name: str, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
     """Save by the pattern of this name, in a folder of its own."""
     if name == "docs":
-        _of_docs()["save"](model, optimizer, f"{folder}/docs")
+        _documented()["save"](model, optimizer, f"{folder}/docs")
         return
     state, _ = PATTERNS[name](model, optimizer)
     dcp.save(state, checkpoint_id=f"{folder}/{name}")
@@ -104,14 +104,14 @@ def load(
 ) -> None:
     """Load what :func:`save` has saved, in one dcp.load."""
     if name == "docs":
-        _of_docs()["load"](model, optimizer, f"{folder}/docs")
+        _documented()["load"](model, optimizer, f"{folder}/docs")
         return
     state, after = PATTERNS[name](model, optimizer)
     dcp.load(state, checkpoint_id=f"{folder}/{name}", planner=planner)
     after()
 
 
-def _of_docs() -> dict[str, Any]:
+def _documented() -> dict[str, Any]:
     """The functions that docs/state.md shows."""
     programs = re.findall(r"^```python\n(.*?)^```", DOCS.read_text(), re.DOTALL | re.MULTILINE)
     (shown,) = [program for program in programs if "def save(" in program]

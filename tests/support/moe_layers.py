@@ -30,7 +30,7 @@ def rounded(x: Tensor, rows: int, columns: int, rule: str | None = None) -> Tens
     return values * scale
 
 
-def of_one_expert(formula: str, x: Tensor, w: Tensor, g: Tensor) -> Products:
+def products_of_expert(formula: str, x: Tensor, w: Tensor, g: Tensor) -> Products:
     """The products of x ``[M, K]``, w ``[N, K]`` and the gradient g ``[M, N]`` of the output.
 
     ``formula``: a recipe, ``"high_precision"``, or ``"rowwise"``, which casts both operands of each
@@ -64,7 +64,7 @@ def expected(formula: str, x: Tensor, w: Tensor, g: Tensor, counts: Sequence[int
     for expert, count in enumerate(counts):
         own, begin = slice(begin, begin + count), begin + count
         if count:
-            output[own], grad_input[own], grad_weight[expert] = of_one_expert(
+            output[own], grad_input[own], grad_weight[expert] = products_of_expert(
                 formula, x[own], w[expert], g[own]
             )
     return output, grad_input, grad_weight

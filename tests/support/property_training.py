@@ -239,7 +239,7 @@ class World:
                     expected, output, summed = records, theirs, inputs
         net_grads = [(name, p.grad) for name, p in self.net.named_parameters()]
         whole = [(name, full(grad) if grad is not None else None) for name, grad in net_grads]
-        finite = self.of_ranks(bool(local_tensor(mine).isfinite().all()))
+        finite = self.values_of_ranks(bool(local_tensor(mine).isfinite().all()))
         if self.spoiled:
             outputs = (output, all(finite[own * self.tp : (own + 1) * self.tp]))
             self.together(lambda: self.check_not_lost(outputs, whole if training else []))
@@ -281,7 +281,7 @@ class World:
         if mine and all_finite(mine) and not all_finite(twin_grads):
             raise WrongResult("all gradients are finite, and are not in the twin")
 
-    def of_ranks(self, value: Any) -> list[Any]:
+    def values_of_ranks(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         if processes(self.case.mesh) == 1:
             return [value]
@@ -297,7 +297,7 @@ class World:
                 check()
         except WrongResult as error:
             problem = str(error)
-        for rank, text in enumerate(self.of_ranks(problem)):
+        for rank, text in enumerate(self.values_of_ranks(problem)):
             if text:
                 raise WrongResult(f"rank {rank}: {text}")
 

@@ -52,7 +52,7 @@ def multiplied(x: torch.Tensor, dtype: torch.dtype, m: torch.Tensor) -> torch.Te
     return nearest((x.float() * m).double(), dtype) * (1 / m).double()
 
 
-def of_blocks(
+def cast_by_blocks(
     x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, rule: str | None
 ) -> torch.Tensor:
     """What a matrix dequantizes to, fp64, if it is cast with a scale per block."""
@@ -70,9 +70,9 @@ def summed_in_blocks(
     along the tokens, with scales by which nothing saturates.
     """
     rows, columns = block
-    first = of_blocks(x, dtype, rows, columns, rule)
+    first = cast_by_blocks(x, dtype, rows, columns, rule)
     if rows == 1 and summed == 0:
-        return of_blocks(first, dtype, columns, 1, rule and "ceil")
+        return cast_by_blocks(first, dtype, columns, 1, rule and "ceil")
     return first
 
 

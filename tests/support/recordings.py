@@ -54,9 +54,9 @@ def values(folder: Path, rank: int | None = None) -> dict[tuple[Any, ...], list[
     }
 
 
-def different(of_ranks: Path, of_one: Path) -> list[tuple[Any, ...]]:
+def different(ranks_folder: Path, device_folder: Path) -> list[tuple[Any, ...]]:
     """The casts whose values on ranks are not those of one device, which each rank recorded."""
-    mine, its = values(of_ranks), values(of_one, rank=0)
+    mine, its = values(ranks_folder), values(device_folder, rank=0)
     assert mine.keys() == its.keys()
     return [key for key, each in its.items() if mine[key] != each]
 

@@ -207,8 +207,8 @@ def test_tensor_parallel_orders_a_projection_by_head(one_rank: dict[str, DeviceM
     plan = {"qkv": tensor_parallel.Float8ColwiseParallel()}
     fp8_dist.convert_to_float8_training(model)
     run = {"check_tp_plan": tensor_parallel.check_tp_plan, "mesh": one_rank, "plan": plan}
-    of_one_rank = "check_tp_plan: on a mesh of one rank"
-    run_shown(checked, run | {"model": model, "tokens": x}, expected=of_one_rank)
+    one_rank_warning = "check_tp_plan: on a mesh of one rank"
+    run_shown(checked, run | {"model": model, "tokens": x}, expected=one_rank_warning)
 
 
 def test_the_table_of_recipes() -> None:

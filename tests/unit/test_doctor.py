@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 SIZES = (16, 24, 31, 48, 50, 64, 100)
 
 
-def of_shapes(*shapes: tuple[int, int]) -> nn.Module:
+def layers_of_shapes(*shapes: tuple[int, int]) -> nn.Module:
     return nn.ModuleDict({f"{out}x{in_}": nn.Linear(in_, out) for out, in_ in shapes})
 
 
@@ -52,8 +52,8 @@ def tied() -> nn.Module:
     return model
 
 
-def of_all_sizes() -> nn.Module:
-    return of_shapes(*product(SIZES, SIZES))
+def layers_of_all_sizes() -> nn.Module:
+    return layers_of_shapes(*product(SIZES, SIZES))
 
 
 def needs_an_argument(size: int) -> nn.Module:
@@ -206,7 +206,7 @@ def test_alignment_is_that_of_the_layers(
         for dim in (0, 1)
         if any(map(refused, torch.empty(out, in_, device="meta").chunk(tp, dim)))
     }
-    text = report_of(capsys, "of_all_sizes", "--tp", str(tp))
+    text = report_of(capsys, "layers_of_all_sizes", "--tp", str(tp))
     assert expected
     assert set(re.findall(r"^  (\d+x\d+)\b.* is not a multiple", text, re.MULTILINE)) == expected
 

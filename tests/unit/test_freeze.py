@@ -268,8 +268,8 @@ def test_entries_of_a_state_dict() -> None:
 
 def copied_in_parts(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
     for each, values in zip(to, source, strict=True):
-        for part, of_source in zip(each.chunk(3), values.chunk(3), strict=True):
-            part.copy_(of_source)
+        for part, source_part in zip(each.chunk(3), values.chunk(3), strict=True):
+            part.copy_(source_part)
 
 
 def copied_as_bytes(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
@@ -637,9 +637,11 @@ def test_states_that_are_refused() -> None:
     powers = "are not powers of two, and the layer's scheme has exponents; convert the"
     refused_state("blockwise", powers, weight_scale_inv=lambda t: t * 1.5)
     refused_state("blockwise", "has negative scales", weight_scale_inv=lambda t: -t)
-    of_bytes = "0.weight_scale_inv has the dtype torch.uint8; scales are float32, bfloat16,"
+    byte_scales_error = (
+        "0.weight_scale_inv has the dtype torch.uint8; scales are float32, bfloat16,"
+    )
     exponents = {"weight_scale_inv": lambda t: t.to(torch.float8_e8m0fnu).view(torch.uint8)}
-    refused_state("blockwise", of_bytes, **exponents)
+    refused_state("blockwise", byte_scales_error, **exponents)
     other_blocks = r"0.weight_scale_inv is [4, 3], and the layer's recipe has one scale per"
     refused_state("blockwise", other_blocks, weight_scale_inv=lambda t: t.t())
     refused_state("blockwise", "is [12], and the", weight_scale_inv=lambda t: t.flatten())
@@ -676,12 +678,14 @@ def test_statistics_and_recordings(tmp_path: Path) -> None:
     net, twin = frozen(), converted()
     with float8_stats(net, gemms=True) as stats, record(net, tmp_path, layers="*") as recorder:
         run(net)
-    with float8_stats(twin) as of_twin:
+    with float8_stats(twin) as twin_stats:
         run(twin)
     # Weights are not cast: only inputs and gradients have rows.
     gemms = [row for row in stats.rows if isinstance(row, GemmStats)]
     rows = [row for row in stats.rows if row not in gemms]
-    assert rows == [r for r in of_twin.rows if isinstance(r, CastStats) and r.operand != "weight"]
+    assert rows == [
+        r for r in twin_stats.rows if isinstance(r, CastStats) and r.operand != "weight"
+    ]
     assert [(row.fqn, row.gemm) for row in gemms] == [
         (fqn, gemm) for fqn in "02" for gemm in ("output", "grad_input")
     ]

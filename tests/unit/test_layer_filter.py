@@ -115,8 +115,8 @@ H, E = 64, 16
 
 def many(number: int = E) -> nn.ModuleList:
     """MLPs with a gate, as experts are."""
-    of_one = {"gate": nn.Linear(H, 32), "down": nn.Linear(32, H)}
-    return nn.ModuleList([nn.ModuleDict(of_one) for _ in range(number)])
+    expert_layers = {"gate": nn.Linear(H, 32), "down": nn.Linear(32, H)}
+    return nn.ModuleList([nn.ModuleDict(expert_layers) for _ in range(number)])
 
 
 class Bank(nn.Module):

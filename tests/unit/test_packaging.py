@@ -152,10 +152,12 @@ def private_names(tree: ast.AST) -> Iterator[str]:
                     yield f"{node.module}: {name}"
         if isinstance(node, ast.Attribute):
             path = ast.unparse(node)
-            of_torch = re.match(r"torch\..*\b_[a-z]", path.replace("aten._", "aten."))
-            of_other = node.attr.startswith("_") and not node.attr.startswith("__")
-            of_operator = path.startswith(("aten.", "torch.ops.aten."))
-            if of_torch or (of_other and node.attr not in OWN_NAMES | CHECKED and not of_operator):
+            is_torch = re.match(r"torch\..*\b_[a-z]", path.replace("aten._", "aten."))
+            is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+            is_operator = path.startswith(("aten.", "torch.ops.aten."))
+            if is_torch or (
+                is_private and node.attr not in OWN_NAMES | CHECKED and not is_operator
+            ):
                 yield path
 
 

@@ -45,10 +45,10 @@ def loaded(folder: str, sizes: dict[str, int]) -> list[object]:
         part = dist.get_rank()
         with comm_audit() as audit:
             logits, grads = step(model, IDS.chunk(parts)[part])
-        expected, of_twin = step(twin)
+        expected, twin_grads = step(twin)
         if not same_bits(logits, expected.chunk(parts)[part]):
             wrong.append("logits")
-        wrong += [n for n in of_twin if sqnr(of_twin[n], parts * full(grads[n])) < 90]
+        wrong += [n for n in twin_grads if sqnr(twin_grads[n], parts * full(grads[n])) < 90]
         sent = {row.dtype: row.elements for row in audit.rows if row.op == "all_to_all"}
         model.save_pretrained(f"{folder}/again")
     weights = dict(AutoModelForCausalLM.from_pretrained(f"{folder}/again").named_parameters())

@@ -42,9 +42,9 @@ def placed(kind: str) -> nn.Module:
 
 def whole_state(model: Any, optimizer: Any) -> State:
     """The state of a model and its optimizer, by name."""
-    state, of_optimizer = get_state_dict(model, optimizer)
+    state, optimizer_state = get_state_dict(model, optimizer)
     found = {name: full(tensor).clone() for name, tensor in state.items()}
-    for name, each in of_optimizer["state"].items():
+    for name, each in optimizer_state["state"].items():
         found |= {f"{name}: {key}": full(value).clone() for key, value in each.items()}
     return found
 
@@ -66,13 +66,13 @@ def resumed(kind: str, source: str, target: str) -> tuple[State, Tensor, State]:
 
     trained()  # scales of the old weights, and a state of the optimizer
     if source:
-        state, of_optimizer = get_state_dict(model, optimizer)
-        dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=source)
-        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+        state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=source)
+        set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=optimizer_state)
     loaded, logits = whole_state(model, optimizer), trained()
     trained()
-    state, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=target)
+    state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optimizer": optimizer_state}, checkpoint_id=target)
     return loaded, logits, whole_state(model, optimizer)
 
 

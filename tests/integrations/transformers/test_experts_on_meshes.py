@@ -170,8 +170,8 @@ def trained(placed: Placed, config: Float8ExpertsConfig, once: bool, updates: bo
         grads = []
         for i in range(2):
             parts = batches(placed, 2 * step + i)
-            results, of_groups = on_one_device(twin, placed, parts)
-            grads.append(of_groups)
+            results, group_results = on_one_device(twin, placed, parts)
+            grads.append(group_results)
             model.set_requires_gradient_sync(i == 1 or not once)
             with comm_audit(mesh) as audit:
                 found = run(model, parts[rank])

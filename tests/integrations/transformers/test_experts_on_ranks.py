@@ -99,10 +99,10 @@ def test_expert_parallelism_and_fsdp2_in_bf16() -> None:
     for i in range(2):
         with comm_audit(mesh) as audit:
             logits, grads = step(model, IDS[rank : rank + 1])
-        expected, of_twin = step(twin)
+        expected, twin_grads = step(twin)
         if not same_bits(logits, expected[rank : rank + 1]):
             wrong.append(f"step {i}: logits")
-        wrong += [n for n in of_twin if sqnr(of_twin[n], 4 * full(grads[n])) < 30]
+        wrong += [n for n in twin_grads if sqnr(twin_grads[n], 4 * full(grads[n])) < 30]
         rows = [row for row in audit.rows if (row.op, row.axis) == ("all_gather", "dp")]
         gathered |= {row.dtype for row in rows}
         reductions += audit.count("all_reduce")

@@ -82,14 +82,14 @@ def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> N
     rows = {f"{r.fqn} {r.operand}": r for r in stats.rows if isinstance(r, CastStats)}
     found = {f"{c.parts[0]['fqn']} {c.parts[0]['operand']}": c for c in casts(written(recorder))}
     assert found.keys() == rows.keys()
-    of_rows, of_weight = BLOCKS[recipe]
+    row_blocks, weight_blocks = BLOCKS[recipe]
     rule = "ceil" if recipe == "mxfp8" else None
     for name, high in expected.items():
         row, cast = rows[f"{EXPERTS}.{name}"], found[f"{EXPERTS}.{name}"]
         again = {"gemms": row.gemms, "position": cast.parts[0]["position"]}
         assert dataclasses.replace(cast.stats(), **again) == row
         assert same_bits(cast.high, high)
-        blocks = of_weight if high.ndim == 3 else of_rows
+        blocks = weight_blocks if high.ndim == 3 else row_blocks
         matrices = high if high.ndim == 3 else high[None]
         is_turned = kind == "gpt_oss" and high.ndim == 3  # its weights are stored as [E, K, N]
         matrices = matrices.mT if is_turned else matrices
@@ -120,10 +120,10 @@ def test_gemms_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
     highs = {(part["fqn"], part["operand"]): high for part, high in recorded}
     slots, counts = ids.flatten().argsort(stable=True), ids.flatten().bincount(minlength=8).tolist()
     rows = {"gate_up_proj": (slots // 2, slice(None)), "down_proj": (slice(None), slots)}
-    for name, (of_input, of_grad) in rows.items():
+    for name, (input_rows, grad_rows) in rows.items():
         fqn = f"experts.{name}"
         x, w, g = (highs[fqn, operand] for operand in ("input", "weight", "grad_output"))
-        operands = x[of_input], w, g[of_grad], counts
+        operands = x[input_rows], w, g[grad_rows], counts
         results = expected("high_precision", *operands), expected(recipe, *operands)
         for gemm, exact, low in zip(GEMMS, *results, strict=True):
             assert found[fqn, gemm] == pytest.approx(sqnr(exact, low), abs=0.01)

@@ -138,8 +138,8 @@ def planned() -> list[float]:
     for experts in float8_experts(model).values():
         assert experts.get_parameter("down_proj").placements == (Shard(2),)
     logits, grads = step(model)
-    expected, of_twin = step(twin)
-    return [sqnr(expected, logits), min(sqnr(of_twin[n], full(grads[n])) for n in of_twin)]
+    expected, twin_grads = step(twin)
+    return [sqnr(expected, logits), min(sqnr(twin_grads[n], full(grads[n])) for n in twin_grads)]
 
 
 def test_in_a_plan_of_transformers(ranks: RankPools) -> None:

@@ -167,15 +167,15 @@ def step(
         divided = loss_parallel() if "loss_parallel" in options else nullcontext()
         with comm_audit(mesh) as audit, divided:
             output = backward(model, pairs[own][0], attention_mask=pairs[own][1])
-        of_twin = [twin(input_ids=i, labels=i, attention_mask=m) for i, m in pairs]
-        (sum(each.loss for each in of_twin) / dp).backward()
-        losses.append(abs(full(output.loss).item() - of_twin[own].loss.item()))
-        logits.append(sqnr(of_twin[own].logits, full(output.logits)))
+        twin_outputs = [twin(input_ids=i, labels=i, attention_mask=m) for i, m in pairs]
+        (sum(each.loss for each in twin_outputs) / dp).backward()
+        losses.append(abs(full(output.loss).item() - twin_outputs[own].loss.item()))
+        logits.append(sqnr(twin_outputs[own].logits, full(output.logits)))
         both.append(gradients(model, twin))
         audits.append(counted(audit))
     (moved, gathers, weights), (moved_plain, *_) = audits
-    of_float8 = (moved, moved_plain, gathers, weights, expected)
-    return Step(losses[0], logits[0], *both[0], both[1][1], *of_float8)
+    float8_results = (moved, moved_plain, gathers, weights, expected)
+    return Step(losses[0], logits[0], *both[0], both[1][1], *float8_results)
 
 
 def gathers_of(kind: str) -> dict[str, int]:

@@ -101,7 +101,7 @@ class Counts:
         """Bytes that all kernels but the GEMMs move."""
         return sum(kernel.bytes for kernel in self.kernels if kernel.kind != "gemm")
 
-    def of_kind(self, kind: str) -> list[Kernel]:
+    def by_kind(self, kind: str) -> list[Kernel]:
         """The kernels of a kind."""
         return [kernel for kernel in self.kernels if kernel.kind == kind]
 

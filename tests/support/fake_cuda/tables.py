@@ -69,7 +69,7 @@ def counts_table(rows: Sequence[Row]) -> str:
                 row.name,
                 *(str(counts.launches) for counts in each),
                 *(_gigabytes(counts) for counts in each),
-                *(str(len(counts.of_kind("transposing copy"))) for counts in each),
+                *(str(len(counts.by_kind("transposing copy"))) for counts in each),
             ]
         )
     return table(header, lines, "lr")
@@ -132,7 +132,7 @@ def experts_table(counted: Mapping[str, Counts], rates: Rates) -> str:
     lines = []
     for name, counts in counted.items():
         times = milliseconds(counts, rates)
-        cells = [str(counts.launches), str(len(counts.of_kind("tiny"))), _gigabytes(counts)]
+        cells = [str(counts.launches), str(len(counts.by_kind("tiny"))), _gigabytes(counts)]
         cells += [f"{times['gemm']:.2f}", f"{times.total():.2f}", f"{bf16 / times.total():.2f}"]
         lines.append([name, *cells])
     header = ["experts", "kernels", "tiny ones", "GB besides GEMMs", "GEMMs, ms", "all, ms"]

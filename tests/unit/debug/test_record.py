@@ -79,10 +79,12 @@ def test_an_anomaly_writes_its_step_and_the_next_one(tmp_path: Path) -> None:
             step(model, at=each)
             recorder._before_optimizer()
     assert written(tmp_path) == ["step000002", "step000003"]
-    (first, *_), (of_next, *_) = (Replay(tmp_path / name).findings for name in written(tmp_path))
+    (first, *_), (next_finding, *_) = (
+        Replay(tmp_path / name).findings for name in written(tmp_path)
+    )
     assert (first.step, first.fqn, first.operand) == (2, "layers.0.w1", "input")
     assert (first.element, first.rank, first.is_wrong) == ((10, 3), 0, True)
-    assert of_next.element is None  # the casts of step 2 are in its own recording
+    assert next_finding.element is None  # the casts of step 2 are in its own recording
     assert "layers='layers.0.w1') keeps those" in page(Replay(tmp_path / "step000003"))
     assert first.text == "NaN or infinite"
     file = torch.load(tmp_path / "step000002" / "rank00000.pt", weights_only=True)

@@ -59,7 +59,7 @@ def cast_rows(stats: Float8Stats) -> list[CastStats]:
 # What was measured, against plain fp64 arithmetic.
 
 
-def of_tensor(qdata: torch.Tensor, scale: torch.Tensor) -> Quantized:
+def quantized_tensor(qdata: torch.Tensor, scale: torch.Tensor) -> Quantized:
     return Quantized(qdata, (scale,), Dense(qdata.dtype))
 
 
@@ -113,7 +113,7 @@ def test_measures(per: str) -> None:
     # Values saturate from the one on that rounding no longer brings to the largest number.
     x = torch.tensor([[448.0, 464.0, 465.0], [-464.0, -465.0, 1e9]])
     for qdata in (x.clamp(-448, 448).to(E4M3), x.t().contiguous().clamp(-448, 448).to(E4M3).t()):
-        assert check(x, of_tensor(qdata, torch.tensor(1.0))).saturated == 3
+        assert check(x, quantized_tensor(qdata, torch.tensor(1.0))).saturated == 3
     # The host reads nothing of other devices: a meta tensor has no value to be read.
     x = torch.randn(300, 512, device="meta")
     low = cast_local(x, Dense(E4M3, per))
@@ -127,7 +127,7 @@ def test_casts_of_one_operand() -> None:
     x[::7, ::5] = 0.0
     lows = [cast_local(x, Dense(E4M3, per)) for per in ("row", "column", "tensor")]
     small = torch.tensor(1e-3)
-    lows.append(of_tensor((x.float() / small).clamp(-448, 448).to(E4M3), small))
+    lows.append(quantized_tensor((x.float() / small).clamp(-448, 448).to(E4M3), small))
     together = torch.stack(measure_casts(x, lows, 0))
     assert torch.equal(together, torch.stack([measure_casts(x, [low], 0)[0] for low in lows]))
     assert check(x, lows[-1]).saturated
@@ -150,7 +150,7 @@ def test_values_that_are_not_finite(value: float) -> None:
 def test_shapes_zeros_and_exact_values() -> None:
     for shape in ((0, 8), (3, 0), (0, 4, 8), (2, 3, 4, 8), (8,)):
         x = torch.ones(shape)
-        low = of_tensor(x.to(E4M3), torch.tensor(1.0))
+        low = quantized_tensor(x.to(E4M3), torch.tensor(1.0))
         found = Measures(*measure_casts(x, [low], 0)[0].tolist())
         assert (found.values, found.signal, found.noise) == (x.numel(), x.numel(), 0)
     layer = Float8Linear(16, 16, bias=False)

@@ -46,7 +46,7 @@ def values(cast: Cast) -> torch.Tensor:
     return cast[0].to(torch.float32) * powers_of_2(cast[1])
 
 
-def of_amaxes(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def blocks_with_amaxes(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A block of 32 per row, with the given largest values, and smaller ones of both signs."""
     others = torch.rand(len(amax), 31) * 2 - 1
     x = torch.cat([torch.ones(len(amax), 1), others], 1) * amax[:, None].to(torch.float32)
@@ -63,7 +63,7 @@ def every_bfloat16() -> torch.Tensor:
 def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     """All bits of every finite block: zeros, subnormal values, the largest ones."""
     amax = every_bfloat16()
-    x = of_amaxes(amax, dtype)
+    x = blocks_with_amaxes(amax, dtype)
     mine, its = ours(x, MX), theirs(x, "RCEIL")
     finite, infinite, nan = amax.isfinite(), amax.isinf(), amax.isnan()
     assert not differing(mine, its)[finite].any()
@@ -85,7 +85,7 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     # Around each power of two, where a logarithm of fp32 may round to the power.
     powers = (448 * torch.arange(-109.0, 120).exp2()).view(torch.int32)
     for step, (cast, mode) in product(range(-50, 51, 5), ((CEIL, "RCEIL"), (FLOOR, "FLOOR"))):
-        near = of_amaxes((powers + step).view(torch.float32), dtype)
+        near = blocks_with_amaxes((powers + step).view(torch.float32), dtype)
         assert all(map(same_bits, ours(near, cast), theirs(near, mode)))
     # Floor: all bits of normal scales, zeros below; there theirs divides by the smallest normal.
     floor, by_floor, tiny = ours(x, FLOOR), theirs(x, "FLOOR"), (amax > 0) & (amax < 2.0**-118)
@@ -129,7 +129,7 @@ def test_values_of_four_bits(rule: str, mode: str) -> None:
     scheme = Mxfp4(rows=1, columns=32, rule=rule)
     torch.manual_seed(0)
     x = torch.randn(256, 128) * torch.exp(torch.randn(256, 1) * 5)
-    for given in (x, x.bfloat16(), of_amaxes(torch.arange(64, 128) / 64, torch.float32)):
+    for given in (x, x.bfloat16(), blocks_with_amaxes(torch.arange(64, 128) / 64, torch.float32)):
         scale, packed = to_mx(given, E2M1_X2, 32, ScaleCalculationMode[mode])
         made = cast_local(given, scheme)
         assert same_bits(made.scales[0], scale.view(torch.uint8))

@@ -24,7 +24,7 @@ class Saved(NamedTuple):
     """
 
     activations: int
-    of_the_weight: int
+    weight_bytes: int
 
 
 def saved_by(layer: nn.Module, x: torch.Tensor) -> Saved:
@@ -37,10 +37,10 @@ def saved_by(layer: nn.Module, x: torch.Tensor) -> Saved:
     output, tensors = saved_in(lambda: layer(x))
     assert output.requires_grad
     copies = [c for each in casts for c in (each.output, each.grad_input) if c is not None]
-    of_the_weight = {storage(parameter) for parameter in layer.parameters()}
-    of_the_weight |= {storage(t) for copy in copies for t in (copy.qdata, *copy.scales)}
+    weight_bytes = {storage(parameter) for parameter in layer.parameters()}
+    weight_bytes |= {storage(t) for copy in copies for t in (copy.qdata, *copy.scales)}
     sizes = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    kept = {at: size for at, size in sizes.items() if at in of_the_weight}
+    kept = {at: size for at, size in sizes.items() if at in weight_bytes}
     return Saved(sum(sizes.values()) - sum(kept.values()), sum(kept.values()))
 
 
@@ -60,13 +60,13 @@ def test_bytes_of_a_forward() -> None:
     linear.weight = nn.Parameter(w.clone())
     high = saved_by(linear, x.requires_grad_())
     assert high.activations == x.nbytes
-    lines = [f"nn.Linear in bf16: {high.activations} B and {high.of_the_weight} B of the weight"]
+    lines = [f"nn.Linear in bf16: {high.activations} B and {high.weight_bytes} B of the weight"]
     for recipe in RECIPES:
         saved = saved_by(layer_of(config_of(recipe), w), x)
         share = saved.activations / high.activations
         assert (share <= LIMIT) is (recipe in IN_FLOAT8), recipe
         lines.append(
-            f"{recipe}: {saved.activations} B ({share:.4f}) and {saved.of_the_weight} B of the weight"
+            f"{recipe}: {saved.activations} B ({share:.4f}) and {saved.weight_bytes} B of the weight"
         )
     assert_expected_inline(
         "\n".join(lines),
@@ -103,7 +103,7 @@ def test_bytes_stay_the_same(recipe: str) -> None:
     assert trained.activations == expected
     layer.weight.requires_grad_(False)
     amax = 4 if config.recipe.delayed else 0  # of the input, which the backward records
-    assert saved_by(layer, leaf) == Saved(amax, trained.of_the_weight)
+    assert saved_by(layer, leaf) == Saved(amax, trained.weight_bytes)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
