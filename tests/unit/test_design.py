@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-TESTS = ROOT / "tests"
+ROOT = Path(__file__).resolve().parents[2]
 DESIGN = (ROOT / "docs/design.md").read_text()
 LIBRARY = ("fp8_dist", "fsdp", "tensor_parallel")
 MUTATORS = (
@@ -21,13 +20,8 @@ MUTATORS = (
 @cache
 def modules() -> dict[str, ast.Module]:
     """The library's modules by their dotted names."""
-    paths = [p for folder in LIBRARY for p in sorted((ROOT / folder).rglob("*.py"))]
-    files = {p.relative_to(ROOT).with_suffix("") for p in paths if not has_link(p)}
-    return {dotted(f): ast.parse((ROOT / f.with_suffix(".py")).read_text()) for f in files}
-
-
-def has_link(path: Path) -> bool:
-    return any(parent.is_symlink() for parent in path.parents)
+    paths = [p for folder in LIBRARY for p in (ROOT / folder).rglob("*.py") if p.resolve() == p]
+    return {dotted(p.relative_to(ROOT).with_suffix("")): ast.parse(p.read_text()) for p in paths}
 
 
 def dotted(path: Path) -> str:
@@ -60,7 +54,7 @@ def test_rooms_are_the_layers_of_the_import_contract() -> None:
 def test_tests_of_each_room_exist_and_use_it() -> None:
     for room, _, tests in rows("Rooms"):
         names = "|".join([*quoted(room), "__all__"])  # all that the room `api` exports
-        paths = [TESTS / name for name in quoted(tests)]
+        paths = [ROOT / "tests" / name for name in quoted(tests)]
         files = [file for path in paths for file in ([path] if path.suffix else path.rglob("*.py"))]
         text = "".join(file.read_text() for file in files)
         assert all(path.exists() for path in paths), room
@@ -118,15 +112,10 @@ def written_to(node: ast.AST) -> Iterator[str]:
             yield ast.unparse(node)
 
 
-def is_value(node: ast.stmt | None) -> bool:
-    return isinstance(node, ast.Assign | ast.AnnAssign)
-
-
 def writes() -> set[str]:
     """What the library replaces or mutates at run time, but for what its functions make."""
-    values = {
-        f"{m}.{name}": node for m, tree in modules().items() for name, node in top_level(tree)
-    }
+    nodes = [(m, *item) for m, tree in modules().items() for item in top_level(tree)]
+    values = {f"{m}.{name}" for m, name, n in nodes if isinstance(n, ast.Assign | ast.AnnAssign)}
     changed = set()
     for module, tree in modules().items():
         names = imported(tree)
@@ -136,9 +125,8 @@ def writes() -> set[str]:
             for target in written_to(node):
                 root, dot, rest = target.partition(".")
                 full = f"{names.get(root, f'{module}.{root}')}{dot}{rest}"
-                is_state = is_value(values.get(full)) and (root in names or node in inside)
-                is_attribute = root in names and dot
-                if is_state or is_attribute:
+                is_state = full in values and (root in names or node in inside)
+                if is_state or (root in names and dot):
                     changed.add(full)
     return changed
 
