@@ -1,4 +1,4 @@
-"""Experts on several ranks: an equal number of whole experts each, or parts of all experts."""
+"""Styles that divide experts: each rank gets whole experts, or a part of every expert."""
 
 from collections.abc import Iterator, Mapping
 
@@ -16,14 +16,14 @@ class _ExpertsStyle(CheckedStyle):
     """Style for converted experts, whose weights get the placements of :meth:`placements`."""
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:
-        """The placement of each weight; empty if the style can't divide the experts."""
+        """Return the placement of each weight, or nothing if the style can't divide the experts."""
         raise NotImplementedError
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
-        if inside := [fqn for fqn in float8_experts(module) if fqn]:
+        if converted_fqns := [fqn for fqn in float8_experts(module) if fqn]:
             yield (
                 f"{type(self).__name__} is for experts, but a {type(module).__name__} is a module "
-                f"around them; apply the style to its {', '.join(inside)}"
+                f"around them; apply the style to its {', '.join(converted_fqns)}"
             )
             return
         if (config := experts_config(module)) is None:
@@ -75,12 +75,13 @@ class Float8ExpertParallel(_ExpertsStyle):
     Tokens travel to the ranks of their experts in float8, and the outputs come back
     (:class:`fp8_dist.moe.Float8ExpertsConfig`). The ranks of the mesh have different tokens.
 
-    Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, and a scatter of
-    each parameter. In a step, per module: an all-to-all of 8 bytes per expert; one of the tokens
-    and one of the outputs in the forward; two more in the backward.
+    Collectives: when the style is applied, one all-reduce of 16 bytes, which ``comm_audit`` does
+    not count, and a scatter of each parameter. In each step, per module: an all-to-all of 8 bytes
+    per expert; all-to-alls of the tokens and of the outputs in the forward, and two in the
+    backward.
 
     Raises:
-        ValueError: on all ranks, if the module is not one of converted experts, their number is not
+        ValueError: on all ranks, if the module does not hold converted experts, their number is not
             a multiple of the mesh's size, or the ranks' configs differ.
     """
 
@@ -94,20 +95,20 @@ class Float8ExpertTensorParallel(_ExpertsStyle):
     The first weight is column-parallel, the last row-parallel: in transformers' experts
     ``gate_up_proj`` becomes ``_StridedShard(1, split_factor=2)``, so that each rank has parts of
     gate and of up, and ``down_proj`` ``Shard(2)``. All ranks have the same tokens and routing, and
-    get the same output. With blocks of scales, ranks must have whole blocks.
+    get the same output. With scales of blocks, no block may be split between ranks.
 
     The operands of all GEMMs have the bits of one device. The output, and the gradients of tokens
     and of routing weights, differ by the order of the sum over ranks, as in row-parallel layers.
 
-    Collectives: as for :class:`Float8ExpertParallel` when it is applied. In a step, per module, an
-    all-reduce of the output, one of the gradient of the tokens, and one of that of the routing
-    weights, in high precision. For recipes with scales of rows, all-reduces of 4 bytes per token
-    and chosen expert: one in the forward and one in the backward, two with ``rowwise_folded``.
+    Collectives: when the style is applied, those of :class:`Float8ExpertParallel`. In each step,
+    per module, all-reduces of the output, of the gradient of the tokens, and of the gradient of the
+    routing weights, in high precision. For recipes with scales of rows, also all-reduces of 4 bytes
+    per token and chosen expert: one in the forward and one in the backward, where
+    ``rowwise_folded`` has two.
 
     Raises:
-        ValueError: on all ranks, if the module is not one of converted experts, their features
-            can't be divided equally, their outputs are to be combined in float8, or the ranks'
-            configs differ.
+        ValueError: on all ranks, if the module does not hold converted experts, their features
+            can't be divided equally, ``combine`` is ``"float8"``, or the ranks' configs differ.
     """
 
     def placements(self, module: nn.Module) -> Mapping[str, Placement]:

@@ -1,12 +1,12 @@
-"""Provided plans: that of the reference Llama, and the styles of which plans consist.
+"""The tensor-parallel plan of the reference Llama, and the styles that plans use.
 
 The *consumers* of a block are the linear layers that read the block's input: ``wq``, ``wk`` and
 ``wv`` of attention, ``w1`` and ``w3`` of feed-forward. The *writer* of a block is the layer whose
 output is added to the residual stream.
 
 Between blocks, the residual stream is a plain local tensor if ranks have equal parts of it, because
-that is cheapest. Otherwise it is a DTensor, from which later gathers know the lengths of the other
-ranks' shards.
+that is cheapest. Otherwise it is a DTensor, whose global shape gives later gathers the lengths of
+the other ranks' shards.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,7 +33,7 @@ class ResidualRowwiseParallel(parallel.RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module = super()._apply(module, device_mesh)
-        module.register_forward_hook(_written)
+        module.register_forward_hook(_output_hook)
         return module
 
 
@@ -44,11 +44,12 @@ class Float8ResidualRowwiseParallel(ResidualRowwiseParallel, styles.Float8Rowwis
 class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     """:class:`ResidualRowwiseParallel` for the embedding, which starts the residual stream.
 
-    The forward waits for its output. Blocks that read it are often compiled one by one, and torch
-    (2.13) loses the gradient of a tensor that is in flight when it enters a compiled graph
-    (pytorch#191113).
+    The forward waits for the reduction of the output. Blocks that read it are often compiled one by
+    one, and torch (2.13) loses the gradient of a tensor that enters a compiled graph before its
+    collective has finished (pytorch#191113).
 
-    The gradient may have any placement. With fewer tokens than ranks, torch replicates the output
+    The gradient of the output may have any placement. With fewer tokens than ranks, torch
+    replicates the output
     of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then Partial, and torch
     can't redistribute it to the placement of the output of an embedding with a sharded weight.
     """
@@ -58,18 +59,18 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
         output_layouts: Any, use_local_output: bool, mod: Any, outputs: Any, device_mesh: Any
     ) -> Any:
         outputs = outputs.redistribute(placements=output_layouts, async_op=False)
-        # This only redistributes the gradient; the output has these placements already.
+        # In the forward this is a no-op. In the backward it redistributes the gradient.
         return outputs.redistribute(placements=output_layouts)
 
 
 def local_if_even(x: DTensor) -> torch.Tensor:
-    """Return the local tensor of a residual stream in equal parts; else the DTensor itself."""
+    """Return the local tensor if all shards are equally long, else the DTensor itself."""
     (placement,), size = x.placements, x.device_mesh.size()
     uneven = isinstance(placement, Shard) and x.shape[placement.dim] % size
     return x if uneven else x.to_local()
 
 
-def _written(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
+def _output_hook(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
     x = local_if_even(output)
     # A shard that was padded for its reduction keeps the strides of the padded shard, while its
     # DTensor has other strides. Compiled blocks would be recompiled for it, or fail.
@@ -77,7 +78,7 @@ def _written(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tensor:
 
 
 def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> dict[str, nn.Module]:
-    """Return a model's modules by name, or raise a ValueError that lists all that it lacks."""
+    """Return a model's modules by name; raise ValueError that lists all missing names."""
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         raise ValueError(
             f"{caller} does not know the module names of this {type(model).__name__}, a model of "
@@ -105,7 +106,7 @@ def colwise_style(
 def head_style(
     layer: nn.Module, stream: Placement, loss_parallel: bool, reduce_transport: Encoding = None
 ) -> ParallelStyle:
-    """Return the style of a head: logits are whole, or a DTensor for the parallel loss."""
+    """Return the style of a head, whose logits are full, or a DTensor for ``loss_parallel``."""
     output = Shard(-1) if loss_parallel else Replicate()
     layouts = {"input_layouts": stream, "output_layouts": output}
     return colwise_style(layer, reduce_transport, use_local_output=not loss_parallel, **layouts)
@@ -121,7 +122,7 @@ def residual_style(
 
 
 def check_plan_transport(model: nn.Module, transport: Encoding, caller: str) -> None:
-    """Raise for a transport if the plan has no sum that it applies to."""
+    """Raise ValueError if a transport is set, but no layer is converted."""
     check_transport(transport, caller)
     if transport is not None and not float8_layers(model):
         raise ValueError(
@@ -143,11 +144,11 @@ def prepare_style(
 
     Args:
         layers: the layers that read the input, by their names in the module. The input is gathered
-            in float8 if one and the same float8 copy serves all of them; else in high precision.
+            in float8 if a single float8 copy serves all of them, else in high precision.
         layout: the placement of the input.
         reduce_transport: applies to the input's gradient, if one of the layers is converted.
-        plain: the style for a gather in high precision; None: torch's, or ``ModuleInput`` with a
-            transport.
+        plain: the style for a gather in high precision. None: ``PrepareModuleInput``, or
+            ``ModuleInput`` if a transport is set.
         float8: the style for a gather in float8.
         arguments: further arguments of the style.
     """
@@ -177,10 +178,10 @@ def llama_tp_plan(
 ) -> dict[str, ParallelStyle]:
     """Make the tensor-parallel plan of a Llama for ``apply_tp_plan``: module names to styles.
 
-    A converted layer (``Float8Linear``) gets a float8 style, any other layer torch's style. If one
-    and the same float8 copy of a block's input serves all of its consumers, the input is cast and
+    A converted layer (``Float8Linear``) gets a float8 style, any other layer gets torch's style. If
+    a single float8 copy of a block's input serves all of its readers, the input is cast and
     gathered in float8 once for all of them. Otherwise it is gathered once in high precision, and
-    each converted consumer casts it.
+    each converted reader casts it.
 
     Args:
         model: a model with the modules ``tok_embeddings``,
@@ -197,7 +198,7 @@ def llama_tp_plan(
         reduce_transport: as in the styles, for all sums of converted layers over ranks: those of
             the outputs of ``wo`` and ``w2``, and of the input gradients of blocks and of the head.
             The sums of the embedding and of unconverted layers stay in high precision.
-            The result then depends on the number of ranks.
+            With a transport, results depend on the number of ranks.
 
     Returns:
         A style for each module name, as ``apply_tp_plan`` takes it.
@@ -211,9 +212,9 @@ def llama_tp_plan(
     names = [f"layers.{name}" for name, _ in stack.named_children()]
     expected = ["tok_embeddings", "norm", "output"]
     for layer in names or ["layers.0"]:
-        for block, (norm, consumers, writer) in _BLOCKS.items():
+        for block, (norm, readers, writer) in _BLOCKS.items():
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
-            expected += [f"{layer}.{block}.{name}" for name in (*consumers, writer)]
+            expected += [f"{layer}.{block}.{name}" for name in (*readers, writer)]
     modules = check_names(model, expected, "llama_tp_plan")
     between: Placement = Shard(1) if sequence_parallel else Replicate()
     plan: dict[str, ParallelStyle] = {
@@ -222,11 +223,11 @@ def llama_tp_plan(
         )
     }
     for layer in names:
-        for block, (norm, consumers, writer) in _BLOCKS.items():
+        for block, (norm, readers, writer) in _BLOCKS.items():
             if sequence_parallel:
                 plan[f"{layer}.{norm}"] = parallel.SequenceParallel()
             path = f"{layer}.{block}"
-            layers = {name: modules[f"{path}.{name}"] for name in consumers}
+            layers = {name: modules[f"{path}.{name}"] for name in readers}
             plan[path] = prepare_style(layers, between, reduce_transport)
             plan |= {f"{path}.{name}": colwise_style(layer) for name, layer in layers.items()}
             plan[f"{path}.{writer}"] = residual_style(

@@ -11,8 +11,8 @@ from fp8_dist.kernels.cpu import upcast
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
 
-# Elements that are read at a time. A part fits into a CPU's cache. Its fp32 copy takes little of a
-# GPU's memory.
+# The number of elements that are read at a time, on CPU and on other devices. On CPU, a part fits
+# into the cache. On a GPU, the fp32 copy of a part takes little memory.
 _CPU_PART, _PART = 2**18, 2**24
 
 
@@ -22,11 +22,11 @@ class Measures(NamedTuple):
     The first five fields are combined by their maximum, the others by their sum.
     """
 
-    amax: float  # of the operand
-    scale: float  # the largest
+    amax: float  # the amax of the operand
+    scale: float  # the largest scale
     minus_scale: float  # the smallest scale, negated
-    minus_rank: float  # the first rank with a value that is not finite, negated; -inf: none
-    minus_position: float  # the first place among the casts of a step, negated; -inf: unknown
+    minus_rank: float  # the lowest rank with a non-finite value, negated; -inf if there is none
+    minus_position: float  # the first position among a step's casts, negated; -inf if unknown
     values: float  # the number of values that are not zero in high precision
     underflow: float  # the number of those values that are zero in float8
     saturated: float  # the number of values that saturate
@@ -55,8 +55,8 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     """Return the :class:`Measures` of each cast of a local operand, fp64 ``[11]`` on its device.
 
     On a GPU there is no host synchronization. On a CPU, where reading a value costs little, a part
-    without non-finite or saturated values takes less time. A value saturates if it lies beyond the
-    values that round to the largest float8 number.
+    that has no non-finite and no saturated values is measured faster. A value saturates if it lies
+    beyond the values that round to the largest float8 number.
     """
     totals = [nothing(high.device) for _ in lows]
     if not high.numel():
@@ -77,7 +77,7 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
             if scale.ndim and len(scale) == len(matrix):
                 scale = scale[start : start + size]
             coded, limit = qdata[start : start + size], low.scheme.saturates_above
-            underflow, saturated, *squares = _losses(x, values, coded, scale, limit)
+            underflow, saturated, *squares = _measure_part(x, values, coded, scale, limit)
             total[0] = torch.maximum(total[0], amax)
             sums = values, underflow, saturated, nonfinite, *squares
             total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
@@ -98,7 +98,7 @@ def matrix_scales(low: Quantized) -> torch.Tensor:
     return wide.expand(*rows, columns).reshape(-1, columns)
 
 
-def _losses(
+def _measure_part(
     x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, limit: float
 ) -> tuple[torch.Tensor, ...]:
     """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
@@ -110,17 +110,17 @@ def _losses(
     saturated = torch.zeros_like(values)
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
-    kept = torch.count_nonzero(magnitudes(qdata))
+    nonzero = torch.count_nonzero(magnitudes(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
-    # Each scale covers all of a dim, or one index of it.
+    # Along each dim, a scale covers either all indices or one.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()
     squares = units.square(), (low - units).square()
     signal, noise = (
         ((x.sum(dims, keepdim=True) if dims else x).double() * unit).sum() for x in squares
     )
-    return values - kept, saturated, signal, noise
+    return values - nonzero, saturated, signal, noise
 
 
 def measure_gemm(
@@ -128,9 +128,9 @@ def measure_gemm(
 ) -> torch.Tensor | None:
     """Return the :class:`Measures` of a float8 GEMM's result: only ``signal`` and ``noise``.
 
-    They compare it with the product of the operands in fp32. The result is None without tokens, or
-    if ``left`` is not the input that the layer was given, so that shapes don't match. The arguments
-    are those of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
+    They are relative to the product of the operands in fp32. Returns None if there are no tokens,
+    or if shapes don't match because ``left`` is not the input of the layer. The arguments are those
+    of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
     """
     a, b, product = (x.reshape(-1, x.shape[-1]).to(torch.float32) for x in (left, right, result))
     a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)

@@ -6,8 +6,8 @@ different memory layouts: a GEMM that contracts the rows of a matrix reads it tr
 sizes, M, rounded up to a multiple of ``ALIGNMENT``. The columns from M on are zeros, which add
 nothing to a product.
 
-Two lists specify the copies. ``of[i]`` is the index of the amax of copy i. ``transposed[i]`` says
-whether copy i is transposed. No two copies are the same.
+Two lists specify the copies. ``of[i]`` is the index of the amax that copy i is cast with.
+``transposed[i]`` says whether copy i is transposed. No two copies are the same.
 """
 
 import math
@@ -36,9 +36,9 @@ def quantize(
         x: any shape, floating point, local.
         multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
         dtype: a float8 dtype.
-        saturate: values of ``x`` may exceed the amax from which the multiplier comes. Otherwise a
-            rounded product exceeds the largest number by less than half a step: the bits are the
-            same, and one pass over the tensor is saved.
+        saturate: clamp products, because values of ``x`` may exceed the amax from which the
+            multiplier was computed. Without it no value may. Then products exceed the largest
+            float8 number by less than half a step, so the bits are the same without the clamp.
 
     Returns:
         A contiguous tensor of the shape of ``x``.
@@ -64,7 +64,7 @@ def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
 
 
 def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
-    """Pad with zeros as torch's ``pad`` does, also float8 data; no copy if nothing is missing."""
+    """Pad with zeros like torch's ``pad``, but float8 data too. Without padding, return ``x``."""
     if not any(missing):
         return x
     if x.itemsize > 1:
@@ -90,13 +90,13 @@ def transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     """Copy contiguous matrices ``[..., M, K]`` of 1-byte elements to contiguous transposes.
 
     Args:
-        multiple: round the number of columns up to a multiple of this, by columns of zeros.
+        multiple: the result is padded with columns of zeros to a multiple of this.
 
     Returns:
         ``[..., K, P]``.
     """
     if not x.shape[-2] % multiple:
-        # Never a view, which of one row or of none contiguous() is.
+        # Not contiguous(), which returns a view if there is one row or none.
         return x.mT.clone(memory_format=torch.contiguous_format)
     out = empty_transposed(x, multiple)
     out[..., : x.shape[-2]].copy_(x.mT)
@@ -162,15 +162,15 @@ def fusible_copies(
     # Inductor's kernels only approximate an fp32 quotient. An fp64 one, rounded to fp32, is exact.
     scale = multiplier.to(torch.float64).reciprocal().to(torch.float32)
     # Inductor keeps values in fp32 between operators that it fuses, and rounds them to the dtype of
-    # the tensor where they are viewed as integers. It leaves out a view and the one back unless
-    # something is between them.
+    # the tensor where they are viewed as integers. It removes a view and its inverse unless there
+    # is an operator between them.
     wide = x.view(INTEGERS[x.itemsize]).bitwise_and(-1).view(x.dtype).to(torch.float32)
     qdata = multiplied(wide, multiplier, dtype, saturate).to(dtype).contiguous()
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]
     columns = as_matrix(qdata).t().contiguous()
     # AOTAutograd would cast a parameter again in the backward, unless the forward needs the
-    # transposed copy, too. Of an activation it finds out what takes the least memory.
+    # transposed copy, too. For an activation, it saves what takes the least memory.
     rows = columns.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
     return [scale, *(columns if is_transposed else rows for is_transposed in transposed)]
 
@@ -206,14 +206,14 @@ def cast_and_measure(
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
 ) -> Tensors:
-    """Cast copies by a known amax, and return the amax of ``x`` for a later scale.
+    """Cast copies with the scale of a given amax, and return the amax of ``x`` for a later scale.
 
     Args:
         known: the amax from which the scale is computed, fp32, 0-dim.
 
     Returns:
-        The amax of ``x``; ``known`` and the scale, both NaN if that amax is not finite; and the
-        copies. With a NaN scale all values dequantize to NaN, whatever their bytes are.
+        The amax of ``x``; ``known`` and the scale, both NaN if the amax of ``x`` is not finite; and
+        the copies. With a NaN scale all values dequantize to NaN, whatever their bytes are.
     """
     value = amax(x)
     known = torch.add(known, value, alpha=0)  # NaN if the value is not finite

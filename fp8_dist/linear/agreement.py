@@ -1,10 +1,10 @@
 """Checks that all ranks have set up a model in the same way; all ranks raise if one differs.
 
-Layers are compared once, before the first collective that depends on them, at points that every
-rank reaches whatever it has converted: where a layer is placed on a mesh (``apply_tp_plan``, the
-parallel styles, ``declare_placements``), and where a model first runs or is first updated (FSDP2's
-lazy initialization, precompute, sync). A layer that other code has placed is compared in its first
-forward.
+Layers are compared once, before the first collective that depends on them. Every rank takes part,
+even if it has converted no layer. The comparison happens when a layer is placed on a mesh
+(``apply_tp_plan``, the parallel styles, ``declare_placements``), or when a model first runs or is
+first updated (FSDP2's lazy initialization, precompute, sync). A layer that other code has placed is
+compared in its first forward.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ from fp8_dist.torch_internals import STAND_INS, innermost, without_dispatch_mode
 
 # Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
-# Models that are converted. A part of one may have converted layers on other ranks only.
+# Models that were converted. A submodule may have converted layers on other ranks only.
 CONVERTED: "WeakSet[nn.Module]" = WeakSet()
 
 # Modules with float8 parameters, by name. (Any, because Float8Linear imports this module.)
 Layers = Mapping[str, Any]
 
-_KNOWN = ""  # the name under which a known difference is added to the facts
+_PASSED_ON = ""  # the name of the fact that passes on a difference found on a smaller mesh
 
 
 class Facts:
@@ -40,8 +40,8 @@ class Facts:
         self._by_ranks: dict[tuple[int, ...], tuple[DeviceMesh, dict[str, str]]] = {}
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
-        """The mutable dict of facts, by name, for the ranks of a mesh."""
-        return self._by_ranks.setdefault(_ranks_of(mesh), (mesh, {}))[1]
+        """Return the facts for the ranks of a mesh, a dict by name to which callers add."""
+        return self._by_ranks.setdefault(_mesh_ranks(mesh), (mesh, {}))[1]
 
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
@@ -51,25 +51,25 @@ class Facts:
         Collectives: those of ``first_difference`` for each mesh.
 
         Raises:
-            ValueError: a fact differs; on all ranks of the mesh.
+            ValueError: a fact differs. All ranks of the mesh raise it.
             RuntimeError: the communication failed.
         """
         failed_mesh, difference = None, ""
-        # The smallest mesh first. Its difference is passed on to larger meshes, so that all of
-        # their ranks raise.
+        # Compare the smallest mesh first, and pass its difference on to larger meshes, so that all
+        # of their ranks raise.
         for ranks in sorted(self._by_ranks, key=lambda ranks: (len(ranks), ranks)):
             mesh, facts = self._by_ranks[ranks]
             if mesh.get_coordinate() is None:
                 continue
             try:
                 groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-                known = {_KNOWN: difference} if difference else {}
+                known = {_PASSED_ON: difference} if difference else {}
                 new = first_difference(known | facts, groups, mesh.device_type)
             except RuntimeError as error:
                 raise RuntimeError(
-                    f"{caller}: another rank of {mesh} did not come here, or has ended: all of "
-                    "them must, with a model that was converted in the same way. The communication "
-                    f"failed with: {error}"
+                    f"{caller}: another rank of {mesh} did not make this call, or has exited: all "
+                    "ranks must make it, on a model that was converted in the same way. The "
+                    f"communication failed with: {error}"
                 ) from error
             if new is not None:
                 failed_mesh, difference = mesh, new
@@ -80,8 +80,8 @@ class Facts:
             )
 
 
-@lru_cache  # because a model asks for each of its layers
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+@lru_cache  # because it is called for each layer of a model
+def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
     return tuple(mesh.mesh.flatten().tolist())
 
 
@@ -93,14 +93,14 @@ def first_difference(
     Returns None if there is no difference. All ranks get the same result.
 
     Args:
-        facts: values by name. Their order is compared, too. If any rank passes a difference that
-            was found before, under the name ``_KNOWN``, it is the result.
-        groups: the groups of this rank along each axis of a mesh, or one group of all ranks.
+        facts: values by name. Their order is compared, too. If any rank passes an earlier
+            difference under the name ``_KNOWN``, all ranks return that difference.
+        groups: this rank's process group for each axis of a mesh, or one group of all ranks.
         device: the type of the devices that communicate.
 
     Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also those of
     ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
-    not see them.
+    not see these collectives.
     """
     if not groups:
         return None
@@ -118,24 +118,24 @@ def first_difference(
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, by_rank, group)
             by_rank = {rank: facts for part in parts for rank, facts in part.items()}
-    return _described(dict(sorted(by_rank.items())))
+    return _describe_difference(dict(sorted(by_rank.items())))
 
 
-def _described(by_rank: Mapping[int, Mapping[str, str]]) -> str:
+def _describe_difference(by_rank: Mapping[int, Mapping[str, str]]) -> str:
     for facts in by_rank.values():
-        if _KNOWN in facts:
-            return facts[_KNOWN]
+        if _PASSED_ON in facts:
+            return facts[_PASSED_ON]
     for name in dict.fromkeys(name for facts in by_rank.values() for name in facts):
         ranks: dict[str, list[int]] = {}
         for rank, facts in by_rank.items():
             ranks.setdefault(facts.get(name, "missing"), []).append(rank)
         if len(ranks) > 1:
-            values = "; ".join(f"{value} on {_listed(some)}" for value, some in ranks.items())
+            values = "; ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks.items())
             return f"{name}: {values}"
     return "the order of layers differs"
 
 
-def _listed(ranks: Iterable[int]) -> str:
+def _format_ranks(ranks: Iterable[int]) -> str:
     numbers = list(map(str, ranks))
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {', '.join(numbers)}"
 
@@ -164,8 +164,9 @@ def mark_compared(module: nn.Module) -> None:
 def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
     """Compare the layers in a module, once, between the ranks that share its parameters.
 
-    FSDP2's sharded parameters must be in place. Ranks are compared on the meshes of all parameters,
-    so they agree about these meshes whatever they have converted.
+    FSDP2 must have sharded the parameters. The comparison runs on the meshes of all parameters, not
+    only of float8 ones, so that ranks that have converted different layers run the same
+    collectives.
 
     Args:
         layers: all modules with float8 parameters in the module, by name.
@@ -185,7 +186,7 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
                 facts.of(parameter.device_mesh)
         for name, weight in new:
             if (layout := weight.layout()) is not None:
-                facts.of(layout.mesh).update(_facts_of(weight, name))
+                facts.of(layout.mesh).update(_weight_facts(weight, name))
         facts.check(caller)
     for _, weight in new:
         weight.is_compared = True
@@ -197,7 +198,7 @@ def check_placed(
 ) -> None:
     """Compare layers that are being placed on a mesh, and other facts that must agree.
 
-    All ranks of the mesh must call it. A rank that has not converted a layer leaves it out.
+    All ranks of the mesh must call this, each with the layers that it has converted.
 
     Collectives, raises: as :func:`check_layers`.
     """
@@ -205,7 +206,7 @@ def check_placed(
     if not has_stand_ins(weight.parameter() for _, weight in weights):
         facts = Facts()
         for name, weight in weights:
-            facts.of(mesh).update(_facts_of(weight, name))
+            facts.of(mesh).update(_weight_facts(weight, name))
         facts.of(mesh).update(others or {})
         facts.check(caller)
     for _, weight in weights:
@@ -213,14 +214,14 @@ def check_placed(
 
 
 def _weights(layers: Layers) -> list[tuple[str, Any]]:
-    """The weights of layers, by the FQN in the converted model if unique; else as in ``layers``."""
+    """Return the weights with their modules' FQNs if these are unique, else names in ``layers``."""
     by_fqn = {w.fqn: layer for layer in layers.values() for w in layer.float8_weights.values()}
     named = by_fqn if len(by_fqn) == len(layers) else layers
     return [(name, w) for name, layer in named.items() for w in layer.float8_weights.values()]
 
 
-def _facts_of(weight: Any, module: str) -> dict[str, str]:
-    """The facts about a float8 parameter of a module of that name."""
+def _weight_facts(weight: Any, module: str) -> dict[str, str]:
+    """Return the facts about a float8 parameter. ``module`` is the name of its module."""
     layout, parameter = weight.layout(), weight.parameter()
     shape = parameter.shape if layout is None else layout.shape
     fqn, kind = f"{module}.{weight.name}", type(weight.module).__name__
@@ -240,5 +241,5 @@ def _facts_of(weight: Any, module: str) -> dict[str, str]:
 
 
 def has_stand_ins(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether parameters include fake tensors, which stand for those of other processes."""
+    """Return whether any parameter is a fake tensor, or another one that is used for tracing."""
     return any(isinstance(innermost(parameter), STAND_INS) for parameter in parameters)

@@ -1,7 +1,7 @@
-"""A change of a layer's class in place, and the methods ``forward`` that are bound to the layer.
+"""Change the class of a layer in place, and rebind the ``forward`` methods that the layer holds.
 
-References to a layer stay valid when its class changes. A bound method that was taken before keeps
-the function of the old class. Those that the layer itself holds are rebound.
+References to a layer stay valid when its class changes. But a bound method that was obtained before
+the change still calls the function of the old class. Those in the layer's attributes are rebound.
 """
 
 from functools import partial
@@ -13,17 +13,17 @@ from torch import nn
 def change_class(layer: nn.Module, new: type) -> None:
     """Change the class of a layer, and rebind the ``forward`` methods that its attributes hold.
 
-    Also rebound is the one in accelerate's wrapper of ``forward``, which gives it its signature.
+    This includes ``__wrapped__`` of accelerate's wrapper of ``forward``, which has its signature.
     """
     attributes = vars(layer)
-    held = [
+    bound_forwards = [
         (namespace, name)
         for namespace in (attributes, getattr(attributes.get("forward"), "__dict__", {}))
         for name, value in namespace.items()
         if _is_forward_of(layer, value)
     ]
     layer.__class__ = new
-    for namespace, name in held:
+    for namespace, name in bound_forwards:
         namespace[name] = MethodType(new.forward, layer)  # type: ignore[attr-defined]
 
 
@@ -33,7 +33,7 @@ def _is_forward_of(layer: nn.Module, value: object) -> bool:
 
 
 def why_forward_is_kept(layer: nn.Module) -> str:
-    """Return why a layer would go on calling the ``forward`` of its old class, or ``""``.
+    """Return why a layer would still call ``forward`` of its old class after a change, or ``""``.
 
     accelerate's hooks call the attribute ``_old_forward``, which :func:`change_class` rebinds.
     """
@@ -45,5 +45,5 @@ def why_forward_is_kept(layer: nn.Module) -> str:
         forward = vars(layer).get("_old_forward")
         if _is_forward_of(layer, forward):
             return ""
-    shown = getattr(forward, "__qualname__", type(forward).__name__)
-    return f"its forward was replaced by {shown}, which may call that of its class"
+    replacement = getattr(forward, "__qualname__", type(forward).__name__)
+    return f"its forward was replaced by {replacement}, which may call that of its class"

@@ -1,11 +1,11 @@
 """Observers of the casts and GEMMs of layers, for statistics, recordings and tests.
 
-Without an observer a cast costs one check of a Python variable, and no operator. With an observer
-all code runs eagerly, so that compiled code needs neither operators nor guards for observers.
+Without an observer, a cast only checks a Python variable. While there is an observer, all code runs
+eagerly, so compiled code needs neither operators nor guards for observers.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Each of these
-layers reports the cast when it takes the input, perhaps after a gather. Therefore the Float8Tensor
-has a reference to the tensor before the cast, its :class:`Origin`.
+layers reports the cast when it takes the input, perhaps after a gather. For this, the Float8Tensor
+has an :class:`Origin`, which refers to the tensor before the cast.
 """
 
 import math
@@ -42,10 +42,10 @@ class Owner(Protocol):
     config: Float8LinearConfig
 
     def high_precision(self, weight: torch.Tensor) -> torch.Tensor:
-        """The high-precision parameter of a forward's weight, detached: plain or a DTensor."""
+        """The parameter of the weight that a forward uses, in high precision and detached."""
 
     def forward_layout(self, weight: torch.Tensor) -> Layout | None:
-        """The layout of a forward's weight, also over the ranks that FSDP2 gathers it on."""
+        """The layout of the weight that a forward uses, also over the ranks of FSDP2's gather."""
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The schemes of the casts of an operand, by the GEMMs that take each."""
@@ -55,8 +55,8 @@ class Dispatch(NamedTuple):
     """The experts that the rows of a cast are sent to.
 
     Attributes:
-        experts: int64 ``[R, k]``, the experts of each row; other numbers are no experts.
-        ranks: those that have equal numbers of experts each, in the order of the experts.
+        experts: int64 ``[R, k]``, the experts of each row. Other numbers stand for no expert.
+        ranks: the ranks that hold the experts, equally many each, in the order of the experts.
     """
 
     experts: torch.Tensor
@@ -68,10 +68,10 @@ class Source(NamedTuple):
 
     Attributes:
         high: ``[..., K]``, in high precision.
-        layout: the layout of the operand of which ``high`` is this rank's part; ``None`` if it is
-            all of it.
-        folds: fp32, broadcasts to ``high``: the scales of another operand that multiply it before
-            the cast, as in the recipe ``rowwise_folded``; ``None`` if there are none.
+        layout: the layout of the operand whose local part is ``high``; ``None`` if ``high`` is the
+            whole operand.
+        folds: fp32, broadcasts to ``high``: the scales of another operand by which ``high`` is
+            multiplied before the cast (recipe ``rowwise_folded``); ``None`` if there are none.
         dispatch: where the rows are sent; ``None`` if they stay.
     """
 
@@ -90,9 +90,9 @@ class Product(NamedTuple):
 
     Attributes:
         gemm, left, right, result: the GEMM, its operands and its result.
-        options: the other arguments of the function that multiplies.
-        layouts: the layouts of the operands; ``None`` for one that is whole.
-        groups: the rows of each expert in a grouped GEMM, whose scales are not folded yet;
+        options: the other arguments of the function that computes the GEMM.
+        layouts: the layouts of the operands; ``None`` for an operand that is not distributed.
+        groups: the rows of each expert in a grouped GEMM, in which scales are not folded yet;
             ``None`` for a linear layer.
     """
 
@@ -113,9 +113,9 @@ class Observer:
     """
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        """Called when a local operand was cast for GEMMs, or when a layer takes a prepared input.
+        """Called after a local operand was cast, or when a layer takes a prepared input.
 
-        ``lows`` are float8 copies of the shape of the source, by the GEMMs that take them.
+        ``lows`` maps the GEMMs that take each float8 copy to the copy, in the shape of the source.
         """
 
     def on_multiply(self, owner: Owner, product: Product) -> None:
@@ -133,7 +133,7 @@ class Observer:
 
         ``left`` is the input or grad_output, ``[..., K]``. ``right`` is the weight, or the input
         for grad_weight. Both are in high precision, as they were before casts and moves. ``result``
-        is the result of the float8 GEMM. The layer is on no mesh: all of them are plain tensors.
+        is the result of the float8 GEMM. No mesh is supported: all three are plain tensors.
         """
 
 
@@ -144,15 +144,15 @@ class Origin(NamedTuple):
     low: Quantized
 
 
-class _Block(NamedTuple):
-    """A block in which an observer is registered."""
+class _Registration(NamedTuple):
+    """The registration of an observer for the body of a ``with`` statement."""
 
-    gemms: bool  # whether it is notified of GEMMs with their operands in high precision
-    in_forward: set[Hashable]  # the casts of which it was notified in a forward
+    gemms: bool  # whether ``on_gemm`` is called
+    in_forward: set[Hashable]  # the casts that were reported to the observer in a forward
 
 
-_observers: dict[Observer, _Block] = {}
-_eager = ExitStack()  # of the stance while there is an observer
+_observers: dict[Observer, _Registration] = {}
+_eager = ExitStack()  # holds the stance "force_eager" while there is an observer
 
 
 @constant_in_graphs
@@ -178,7 +178,7 @@ def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
     """
     if not _observers:  # the blocks of observers may overlap without being nested
         _eager.enter_context(torch.compiler.set_stance("force_eager"))
-    _observers[observer] = _Block(gemms, set())
+    _observers[observer] = _Registration(gemms, set())
     try:
         yield
     finally:
@@ -187,12 +187,12 @@ def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
             _eager.close()
 
 
-def _tell(method: Callable[..., None], *arguments: Any) -> None:
+def _notify(method: Callable[..., None], *arguments: Any) -> None:
     """Call an observer's method without gradients, outside dispatch modes."""
     if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or has_dispatch_modes():
         with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             method(*arguments)
-    else:  # in an autograd function; contexts take time
+    else:  # in an autograd function, where entering these contexts would only cost time
         method(*arguments)
 
 
@@ -203,8 +203,8 @@ def observe(
 
     Args:
         repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
-            gather). A backward reports such a cast only if no forward did: without gradients, a
-            forward does not make the casts that only the backward takes.
+            gather). A backward then reports the cast only if no forward did. (A forward without
+            gradients does not make the casts that only the backward needs.)
     """
     gemms_of = {scheme: gemms for gemms, scheme in owner.casts_of(operand).items()}
     shape = source.high.shape
@@ -236,7 +236,7 @@ def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats
         elif repeats:
             block.in_forward.update((owner, operand, gemms) for gemms in lows)
         if new:
-            _tell(observer.on_casts, owner, operand, source, new)
+            _notify(observer.on_casts, owner, operand, source, new)
 
 
 def observe_multiply(owner: Owner, product: Product) -> None:
@@ -244,7 +244,7 @@ def observe_multiply(owner: Owner, product: Product) -> None:
     if isinstance(product.result, STAND_INS):
         return
     for observer in [*_observers]:
-        _tell(observer.on_multiply, owner, product)
+        _notify(observer.on_multiply, owner, product)
 
 
 def observe_gemm(
@@ -254,8 +254,8 @@ def observe_gemm(
     right: torch.Tensor | None,
     result: torch.Tensor | None,
 ) -> None:
-    """Show observers a GEMM, unless an operand is unknown or the GEMM is of a repeated forward."""
+    """Notify observers of a GEMM, unless an operand is None or the backward repeats the forward."""
     if left is None or right is None or result is None or (gemm == "output" and in_backward()):
         return
     for observer in [observer for observer, block in _observers.items() if block.gemms]:
-        _tell(observer.on_gemm, owner, gemm, left, right, result)
+        _notify(observer.on_gemm, owner, gemm, left, right, result)

@@ -8,21 +8,22 @@ be their float8 data::
     grad_input[m,k]  = sum_n g[m,n] w[n,k] = sum_n (g[m,n] s[n]) wq[n,k]
     grad_weight[n,k] = sum_m g[m,n] x[m,k] = sum_m (g[m,n] t[m]) xq[m,k]
 
-In the output both scales are outside the sum. In each gradient one of them runs along the
-contraction, where a GEMM can't apply it. It is folded into g instead, which is then cast with
-scales along the dim that is kept. So xq and wq serve two GEMMs each, and can be gathered::
+In the output, both scales are outside the sum. In each gradient, one of them varies along the
+contracted dim, where a GEMM can't apply it. Instead, it is folded into g, and the product is cast
+with one scale per index of the dim that is not contracted. So xq and wq each serve two GEMMs, and
+each needs one gather::
 
-    g0 = cast_rows(g)             scale r0[m]     is gathered; both folds start from it
+    g0 = cast_rows(g)             scale r0[m]     gathered; g1 and g2 are computed from it
     g1 = cast_rows(g0 * s)        scale r1[m]     grad_input[m,k]  = r1[m] sum_n g1q[m,n] wq[n,k]
     g2 = cast_columns(g0 * t)     scale c[n]      grad_weight[n,k] = c[n]  sum_m g2q[m,n] xq[m,k]
 
-All scales are powers of two, so folding one in and casting again changes only exponents. The second
-rounding is exact, except for values that fall below the range of the new scale (2^-17 of the
-largest value of their row or column), which are negligible in their sum.
+All scales are powers of two, so folding and casting again only change exponents. The second cast
+rounds only values below the range of the new scale (2^-17 of the largest value of their row or
+column). They are negligible in the sum.
 
 Folding s before the first cast and taking g2 from ``g1 / s`` would save one cast. But if a row of
-the weight is small compared to other rows, its column of g1 would underflow, although grad_weight
-needs it: rows of zeros would never get a gradient.
+the weight is small compared to other rows, the same column of g1 underflows, although grad_weight
+needs it. A weight row of zeros would never get a gradient.
 
 r1 is computed from ``g * s`` in high precision, together with r0. If N is sharded, one all-reduce
 serves both. If rows are gathered, no all-reduce is needed: r1 is gathered with them, 4 bytes per
@@ -31,9 +32,9 @@ row.
 The folded factor is ``scale * UNIT`` (:mod:`fp8_dist.kernels.folding`). Gradients of 1e-12 lose no
 accuracy with weights of usual size, and some dB with weights of 1e-5.
 
-A single float8 copy of g has a limit: values of g that are below the range of g0, relative to the
-largest value of their row, are lost for grad_weight. A cast of g with one scale per column might
-have kept them.
+A limit of a single float8 copy of g: grad_weight loses values of g that underflow in g0, because
+they are small compared to the largest value of their row. A cast of g with one scale per column
+might keep them.
 """
 
 from collections.abc import Mapping
@@ -91,10 +92,10 @@ def folded_gradients(
     t = None if input is None else input.scales[0]
     if isinstance(grad, DTensor):
         assert placements is not None
-        now = tuple(grad.placements)
-        cut = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*now, *placements)]
-        if now != placements and (cut or has_strided_placements(now)):
-            # Its rows are cut or consist of several pieces: it moves in high precision.
+        current = tuple(grad.placements)
+        splits_rows = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*current, *placements)]
+        if current != placements and (splits_rows or has_strided_placements(current)):
+            # Rows are sharded, or the shard has several pieces: redistribute in high precision.
             grad = grad.redistribute(placements=placements)
         folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
     else:
@@ -127,7 +128,7 @@ def _fold_distributed(
     s: torch.Tensor | None,
     t: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """:func:`fold_gradient` for a DTensor whose rows are whole on each rank."""
+    """Compute :func:`fold_gradient` for a DTensor. If it is gathered, its rows must be whole."""
     local, layout = local_tensor(grad), Layout.of(grad)
     assert layout is not None
     dtype, column = scheme.dtype, scheme.for_row_contraction
@@ -140,8 +141,8 @@ def _fold_distributed(
     numbers = torch.cat([scales[..., :1], multipliers[..., 1:]], dim=-1)
     if layout.placements != placements:
         packed = pack_rows(qdata, [numbers])
-        # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts them
-        # so.
+        # Most of the bytes are float8. Wrap them as a Float8Tensor, so that comm_audit counts the
+        # message as float8.
         carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
         shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
         wrapped = layout._replace(shape=shape).wrap(carrier)
@@ -171,7 +172,7 @@ def _observe(
 ) -> None:
     """Notify observers of g1 and g2, with the gradient and the scales that are folded into it.
 
-    Of operands that were gathered to ``placements`` they get the part from this rank's gradient.
+    If operands were gathered to ``placements``, observers get the part of this rank's gradient.
     """
     layout, high = Layout.of(grad), local_tensor(grad)
 

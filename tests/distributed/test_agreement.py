@@ -303,5 +303,5 @@ def test_a_comparison_that_fails_says_what_it_waited_for() -> None:
 
     with patch.object(torch.distributed, "all_reduce", fail):
         text = raised(RuntimeError, lambda: update_float8_scales(world.net))
-    assert "did not come here, or has ended: all of them must, with a model that was" in text
+    assert "did not make this call, or has exited: all ranks must make it, on a model that" in text
     assert text.endswith("The communication failed with: timed out")

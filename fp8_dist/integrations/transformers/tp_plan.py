@@ -1,9 +1,9 @@
 """Tensor-parallel plans for transformers models, based on the plans that the models declare.
 
-Terms: the *stream* is the activation that passes from layer to layer. A *block* is a module of a
-layer, such as its attention. The *readers* of a block are the column-parallel linear layers that
-read its input. Its *writers* are the row-parallel linear layers whose output is added to the
-stream.
+Terms: the *stream* is the residual stream, which passes from layer to layer. A *block* is a module
+of a layer, such as its attention or its MLP, not the layer itself. The *readers* of a block are the
+column-parallel linear layers that read its input. Its *writers* are the row-parallel linear layers
+whose output is added to the stream.
 """
 
 import re
@@ -20,13 +20,13 @@ from fp8_dist.tensor_parallel import plans
 from fp8_dist.transport import Encoding
 
 # The names of declared styles in transformers 5 and in transformers 4.
-_READER = {"colwise"}
+_PLAIN_READER = {"colwise"}
 _GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
-_WRITER = {"rowwise"}
+_PLAIN_WRITER = {"rowwise"}
 _SPLITTING_WRITER = {"rowwise_split_input", "rowwise_rep"}
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _EMBEDDING = "embedding_rowwise"
-_READERS, _WRITERS = _READER | _GATHERING_READER, _WRITER | _SPLITTING_WRITER
+_READERS, _WRITERS = _PLAIN_READER | _GATHERING_READER, _PLAIN_WRITER | _SPLITTING_WRITER
 # The classes of modules with these styles.
 _CLASSES: dict[str, type[nn.Module]] = dict.fromkeys(_READERS | _WRITERS, nn.Linear)
 _CLASSES |= {_EMBEDDING: nn.Embedding, _HEAD_NORM: nn.Module}
@@ -51,17 +51,18 @@ def without_numbers(names: str) -> str:
 
 
 class Structure:
-    """The modules of a model, by their full names.
+    """The roles of a model's modules in a plan. All modules are given by their full names.
 
     Attributes:
-        blocks: the sharded blocks in the layers, each with the declared styles of its readers,
-            writers and norms of heads, by their names relative to the block.
+        blocks: maps each sharded block in the layers to the declared styles of its readers, writers
+            and per-head norms, by their names relative to the block.
         norms: the norms in the layers, outside of blocks.
         routed: the blocks that have routed experts, which every rank computes in full.
-        embedding, last_norm: before and after the layers; ``""`` if unknown.
+        embedding: the embedding before the layers; ``""`` if unknown.
+        last_norm: the norm after the layers; ``""`` if unknown.
         head: the sharded head; None if there is none.
-        problems: descriptions of unknown parts of the model, without layer numbers. The value is
-            True if a problem affects only sequence parallelism.
+        problems: maps a description of each unknown part of the model, without layer numbers, to
+            True if the problem affects only sequence parallelism.
     """
 
     def __init__(self, model: nn.Module, sequence_parallel: bool) -> None:
@@ -74,11 +75,13 @@ class Structure:
         ]
         styles = self.matched_styles()
         self.raise_problems()
-        stacks = [*dict.fromkeys(stack for name in styles if (stack := self.stack_of(name)))]
+        stacks = [
+            *dict.fromkeys(stack for name in styles if (stack := self.outermost_module_list(name)))
+        ]
         if not stacks:
-            self.refuse("it declares no plan for its layers")
+            self.add_problem("it declares no plan for its layers")
         elif len(stacks) > 1:
-            self.refuse(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
+            self.add_problem(f"its plan divides layers of {len(stacks)} lists: {', '.join(stacks)}")
         self.raise_problems()
         (stack,) = stacks
         self.layers = [f"{stack}.{i}" for i in self.modules[stack]._modules]
@@ -99,7 +102,7 @@ class Structure:
                 + " a plan of your own (a dict of module names to styles) for apply_tp_plan"
             )
 
-    def refuse(self, problem: str, *, only_sequences: bool = False) -> None:
+    def add_problem(self, problem: str, *, only_sequences: bool = False) -> None:
         if self.sequence_parallel or not only_sequences:
             self.problems[without_numbers(problem)] = only_sequences
 
@@ -107,7 +110,7 @@ class Structure:
         """Return the styles by module name, without routed experts and their routers."""
         declared = declared_plan(self.model)
         if not declared:
-            self.refuse(
+            self.add_problem(
                 "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
             )
         names = sorted({*self.modules, *dict(self.model.named_parameters())})
@@ -118,14 +121,14 @@ class Structure:
             if without_numbers(name) == pattern
         }
         if declared and not matches:
-            self.refuse(f"no module has a name of its plan: {', '.join(declared)}")
+            self.add_problem(f"no module has a name of its plan: {', '.join(declared)}")
         styles = {name: style for name, style in matches.items() if not self.is_routed(name)}
         for name, style in styles.items():
             module = self.modules.get(name)
             if not isinstance(module, _CLASSES.get(style, ())):
                 kind = type(module).__name__ if module is not None else "parameter"
                 of = f" of a {kind}" if style in _CLASSES else ""
-                self.refuse(f"{name}: the style {style!r}{of}")
+                self.add_problem(f"{name}: the style {style!r}{of}")
         return styles
 
     def is_routed(self, name: str) -> bool:
@@ -134,7 +137,7 @@ class Structure:
         router = parent in self.routed and not self.modules.get(name, nn.Module())._modules
         return last == _EXPERTS or f".{_EXPERTS}." in name or router
 
-    def stack_of(self, name: str) -> str:
+    def outermost_module_list(self, name: str) -> str:
         """Return the name of the outermost nn.ModuleList around a module; "" if there is none."""
         parts = name.split(".")
         prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
@@ -154,35 +157,39 @@ class Structure:
         """Check the modules of a block, and add the norms of its heads to the styles."""
         kinds, gathers = set(styles.values()), _gathers_outputs(styles)
         allowed = (
-            _GATHERING_READER | _SPLITTING_WRITER if gathers else _READER | _WRITER | {_HEAD_NORM}
+            _GATHERING_READER | _SPLITTING_WRITER
+            if gathers
+            else _PLAIN_READER | _PLAIN_WRITER | {_HEAD_NORM}
         )
         if not kinds <= allowed or not kinds & _READERS or not kinds & _WRITERS:
-            self.refuse(
+            self.add_problem(
                 f"{block}: the styles {', '.join(sorted(kinds))} do not make a block, of "
                 "layers that read its input and layers that write its output"
             )
         module = self.modules[block]
         for name, child in module.named_modules():
             is_styled = styles.get(name) in _READERS | _WRITERS | {_HEAD_NORM}
-            # A norm may stand where inputs are gathered.
+            # Where activations in the block are gathered, a norm needs no style.
             if not child._parameters or is_styled or (gathers and _is_norm(child)):
                 continue
             if _is_norm(child, getattr(module, "head_dim", 0)):
                 styles[name] = _HEAD_NORM
             else:
                 where = f"{block}.{name}" if name else block
-                self.refuse(
+                self.add_problem(
                     f"{where}: a {type(child).__name__} in a divided block, without a style"
                 )
 
     def check_layers(self) -> list[str]:
-        """Return the norms in the layers. Any other module in a layer is a block, or unknown."""
+        """Return the norms in the layers. Other modules that are no blocks become problems."""
         norms = []
         for layer in self.layers:
             if layer in self.blocks:
-                self.refuse(f"{layer}: linear layers of its plan are not in a block")
+                self.add_problem(f"{layer}: linear layers of its plan are not in a block")
             if parameters := [*self.modules[layer]._parameters]:
-                self.refuse(f"{layer}: parameters of its own: {parameters}", only_sequences=True)
+                self.add_problem(
+                    f"{layer}: parameters of its own: {parameters}", only_sequences=True
+                )
             for child, module in self.modules[layer].named_children():
                 name = f"{layer}.{child}"
                 if name in self.blocks or name in self.routed or not [*module.parameters()]:
@@ -191,7 +198,7 @@ class Structure:
                     norms.append(name)
                 else:
                     kind = type(module).__name__
-                    self.refuse(f"{name}: a {kind} without a style", only_sequences=True)
+                    self.add_problem(f"{name}: a {kind} without a style", only_sequences=True)
         return norms
 
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
@@ -208,19 +215,21 @@ class Structure:
         ]
         norms = [name for name, module in siblings.items() if _is_norm(module)]
         if len(embeddings) != 1:
-            self.refuse(f"{base}: {len(embeddings)} embeddings before the layers: {embeddings}")
+            self.add_problem(
+                f"{base}: {len(embeddings)} embeddings before the layers: {embeddings}"
+            )
         if len(norms) != 1:
-            self.refuse(
+            self.add_problem(
                 f"{base}: {len(norms)} norms beside the layers: {norms}", only_sequences=True
             )
         for name, module in siblings.items():
             if name not in (stack, *embeddings, *norms) and [*module.parameters()]:
                 kind = type(module).__name__
-                self.refuse(f"{name}: a {kind} beside the layers", only_sequences=True)
+                self.add_problem(f"{name}: a {kind} beside the layers", only_sequences=True)
         return next(iter(embeddings), ""), next(iter(norms), "")
 
     def find_head(self, styles: dict[str, str], stack: str) -> str | None:
-        """Return the sharded head, if any. A tied head is sharded like the embedding."""
+        """Return the name of the sharded head, if any. A tied head counts as sharded."""
         table = self.modules[self.embedding]._parameters.get("weight") if self.embedding else None
         heads = [
             name
@@ -233,7 +242,7 @@ class Structure:
             if style in _READERS and not heads:
                 heads.append(name)
             else:
-                self.refuse(f"{name}: the style {style!r} outside of the layers")
+                self.add_problem(f"{name}: the style {style!r} outside of the layers")
         return heads[0] if heads else None
 
 
@@ -261,16 +270,17 @@ def hf_tp_plan(
 
     The model declares which layers are sharded, and how (``_tp_plan``, ``base_model_tp_plan``).
     This function adds the redistribution of activations. Converted layers (``Float8Linear``) get
-    float8 styles, and other layers torch's. Layers that read the same input (q, k, v; gate, up)
-    share one gather, in float8 if one float8 copy serves all of them, else in high precision.
+    float8 styles, and other layers get torch's styles. Layers that read the same input (q, k, v;
+    gate, up) share one gather, in float8 if one float8 copy serves all of them, else in high
+    precision.
 
     Shapes for B sequences of S tokens and hidden size D on ``tp`` ranks:
 
     * ``input_ids``, ``attention_mask``, ``position_ids``, ``labels`` and rotary tables: replicated
       over the axis.
     * between blocks: ``[B, S / tp, D]`` with sequence parallelism, else ``[B, S, D]``. If ``tp``
-      does not divide S, the parts are DTensors. Then the first ranks have one more token, and the
-      last ranks may have none, as in ``generate``, where S is 1.
+      does not divide S, the parts are DTensors, which ``Shard(1)`` splits like ``torch.chunk``: the
+      last ranks may have fewer tokens or none, as in ``generate``, where S is 1.
     * in a block: the input is ``[B, S, D]``; heads and features are sharded over ``tp``.
     * ``logits``: replicated, or with ``loss_parallel`` a DTensor sharded along the vocabulary.
 
@@ -279,8 +289,8 @@ def hf_tp_plan(
 
     Routed experts of MoE blocks are not sharded: every rank has all of them and computes all
     tokens, which is correct but saves nothing. A warning names these blocks. Add entries with
-    :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. Linear
-    layers that are shared experts are sharded if the model declares it.
+    :class:`fp8_dist.tensor_parallel.Float8ExpertTensorParallel` to divide converted experts. The
+    linear layers of shared experts are sharded if the model declares a style for them.
 
     Args:
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
@@ -300,9 +310,9 @@ def hf_tp_plan(
     layers take 1 byte per element (see the float8 styles for amaxes). Without sequence parallelism,
     for each block, an all-reduce of the output and one of the input's gradient. In both cases, one
     collective of the same kind for the embedding and one for the head, and one all-gather of the
-    logits without ``loss_parallel``. In high precision, layers with the declared style
-    ``colwise_gather_output`` (``colwise_rep`` in transformers 4) gather their outputs, and layers
-    with ``rowwise_split_input`` (``rowwise_rep``) gather the gradients of their inputs.
+    logits without ``loss_parallel``. Layers with the declared style ``colwise_gather_output``
+    (``colwise_rep`` in transformers 4) also gather their outputs, and layers with
+    ``rowwise_split_input`` (``rowwise_rep``) the gradients of their inputs, in high precision.
 
     Raises:
         NotImplementedError: the model declares no plan or an unknown style, or it has parameters
@@ -315,7 +325,7 @@ def hf_tp_plan(
     plans.check_plan_transport(model, reduce_transport, "hf_tp_plan")
     structure = Structure(model, sequence_parallel)
     config: Any = getattr(model, "config", None)
-    # The config of a model of several inputs contains that of its decoder.
+    # The config of a multimodal model contains the config of its text decoder.
     if sequence_parallel and getattr(config, "get_text_config", lambda: config)() is not config:
         raise ValueError(
             f"hf_tp_plan: {type(model).__name__} merges other inputs, such as images, into its "
@@ -348,8 +358,8 @@ def hf_tp_plan(
     for block, styles in structure.blocks.items():
         # Llama 4 adds the output of routed experts to that of shared ones, in place.
         in_routed = block.rpartition(".")[0] in structure.routed
-        around = Replicate() if in_routed else stream
-        plan |= _block_styles(model, block, styles, around, reduce_transport, in_routed)
+        block_stream = Replicate() if in_routed else stream
+        plan |= _block_styles(model, block, styles, block_stream, reduce_transport, in_routed)
     if structure.head is not None:
         head = model.get_submodule(structure.head)
         plan[structure.head] = plans.head_style(head, stream, loss_parallel, reduce_transport)
@@ -368,7 +378,7 @@ def _block_styles(
     module: Any = model.get_submodule(block)
     readers = {n: module.get_submodule(n) for n, style in styles.items() if style in _READERS}
     gathers = _gathers_outputs(styles)
-    # The number of heads, or else of features, in the output of each reader.
+    # The number of heads in the output of each reader (of features if the block has no head_dim).
     size = int(getattr(module, "head_dim", 1))
     parts = {name: layer.out_features // size for name, layer in readers.items()}
     plan: dict[str, ParallelStyle] = {
@@ -382,17 +392,17 @@ def _block_styles(
             may_change_output=may_change_output,
         )
     }
-    inside = Replicate() if gathers else Shard(-1)
+    inner_layout = Replicate() if gathers else Shard(-1)
     for name, style in styles.items():
         layer = module.get_submodule(name)
         path = f"{block}.{name}"
         if style in _READERS:
-            plan[path] = plans.colwise_style(layer, output_layouts=inside)
+            plan[path] = plans.colwise_style(layer, output_layouts=inner_layout)
         elif style in _WRITERS:
             plan[path] = plans.residual_style(
-                layer, transport, input_layouts=inside, output_layouts=stream
+                layer, transport, input_layouts=inner_layout, output_layouts=stream
             )
         else:
-            # Dim 2 stands for the heads. Norms see full rows, whatever the order of the dims is.
+            # Dim 2 is taken as the dim of heads. In either order of dims, norms see full rows.
             plan[path] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan

@@ -63,26 +63,26 @@ def fused(
 
 
 def blocks(warps: int, **sizes: int) -> triton.Config:
-    """Make a choice of block sizes, each a ``tl.constexpr`` argument of the kernel."""
+    """Return a config with these block sizes, which are ``tl.constexpr`` arguments of a kernel."""
     return triton.Config(sizes, num_warps=warps)
 
 
-# Choices for kernels whose instances each cast one tile.
+# Configs for kernels of which each program instance casts one tile.
 TILES = (blocks(4, BM=64, BN=64), blocks(8, BM=128, BN=64))
 
-# Choices for kernels whose instances each read whole rows, for the amaxes of these.
+# Configs for kernels that compute amaxes of rows. Each program instance reads whole rows.
 OF_ROWS = (blocks(4, BM=8, BN=256), blocks(4, BM=4, BN=1024))
-# Choices for kernels whose instances each read STEPS tiles, one below the other, for the amaxes of
-# columns. A tile is so wide that each thread has all of its rows: threads share no column.
+# Configs for kernels that compute amaxes of columns. Each program instance reads STEPS tiles, one
+# below the other. A tile is so wide that no two threads share a column.
 STRIPES = (blocks(4, BM=8, BN=1024), blocks(2, BM=8, BN=512))
 STEPS = 8
 
 
 class Tuned:
-    """Kernel with a few choices of block sizes. The first call of a kind finds the fastest.
+    """Kernel that is autotuned over a few configs, on the first call of each kind.
 
-    The choice does not change the result. Calls are of one kind if they have about as many program
-    instances, with tensors of the same dtypes and about the same sizes, and the same constants.
+    The config does not change the result. Two calls are of the same kind if they have the same
+    constants and dtypes, and numbers of program instances and of elements with equal bit lengths.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
@@ -126,11 +126,11 @@ def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
 
 
 def time_launches(call: Callable[[], None], quantiles: list[float]) -> Any:
-    """Measure quantiles of the time of a launch, waiting for the device.
+    """Measure quantiles of the time of a launch, with device synchronization.
 
-    Where nothing can be measured all choices are equal, and Triton takes the first: in the
-    interpreter, while a CUDA graph is captured, and without the 256 MB by which Triton clears the
-    cache.
+    Nothing can be measured in the interpreter, while a CUDA graph is captured, or if there is no
+    memory for the 256 MB buffer with which Triton clears the cache. Then the times of all configs
+    are 0, and Triton takes the first config.
     """
     if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
         try:
@@ -148,9 +148,9 @@ def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
 
 
 def programs(size: int, block: int) -> int:
-    """Return the number of instances along a dim.
+    """Return the number of program instances along a dim.
 
-    It is 1 for an empty dim, because there may still be scales to write.
+    For an empty dim it is 1, because there may still be scales to write.
     """
     return max(1, -(-size // block))  # triton.cdiv takes 2 us
 
@@ -174,7 +174,7 @@ def raw(x: torch.Tensor) -> torch.Tensor:
 def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate float8 copies of a tensor, uninitialized.
 
-    Behind a row-major copy there is memory up to a multiple of ``ALIGNMENT`` rows, because a GEMM
+    The allocation of a row-major copy is padded to a multiple of ``ALIGNMENT`` rows, because a GEMM
     with scales of blocks may read that many rows of its left operand.
     """
     *leading, columns = x.shape
@@ -186,8 +186,8 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
         elif padded == rows:
             copies.append(x.new_empty(x.shape, dtype=dtype))
         else:
-            behind = x.new_empty(columns * padded, dtype=dtype)
-            copies.append(behind[: x.numel()].view(x.shape))
+            storage = x.new_empty(columns * padded, dtype=dtype)
+            copies.append(storage[: x.numel()].view(x.shape))
     return copies
 
 
@@ -199,7 +199,11 @@ def as_layouts(
 ) -> Layouts:
     """Return the bytes of a row-major and of a transposed copy as an argument of a kernel.
 
-    ``of``: take the copies whose number here is ``index``. A copy that is not there is None.
+    Args:
+        of: the index of each copy's amax. Only copies with ``index`` are taken. None: all are.
+
+    Returns:
+        The row-major and the transposed copy; None for one that is missing.
     """
     layouts: list[torch.Tensor | None] = [None, None]
     for i, (copy, is_transposed) in enumerate(zip(copies, transposed, strict=True)):
