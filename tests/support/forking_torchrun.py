@@ -6,10 +6,10 @@ Warnings that the library gives are errors there. Their gloo groups have one thr
 (``scripts/common/gloo.py`` says why).
 """
 
+import multiprocessing
 import os
 import runpy
 import sys
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -68,26 +68,26 @@ def accelerate_launch(*words: str) -> None:
 def launch_in(
     folder: Path, variables: dict[str, str], launch: Callable[..., None], *words: str
 ) -> tuple[bool, str, str]:
-    """Launch in a folder; return whether all went well, and what was written to both streams."""
-    good, streams, kept = True, (sys.stdout, sys.stderr), [os.dup(1), os.dup(2)]
-    with TemporaryFile("w+") as out, TemporaryFile("w+") as err, patch.dict(os.environ, variables):
-        for number, (stream, file) in enumerate(zip(streams, (out, err), strict=True), 1):
-            stream.flush()
-            os.dup2(file.fileno(), number)
-        os.chdir(folder)
-        try:
+    """Launch in a folder; return whether all went well, and what was written to both streams.
+
+    The launcher is a fork, which ends with it: the threads that it leaves behind might hold locks
+    when the ranks of the next one are forked.
+    """
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+
+        def run() -> None:
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            os.environ.update(variables)
+            os.chdir(folder)
             launch(*words)
-        except Exception:
-            good = False
-            traceback.print_exc()
-        finally:
-            for number, (stream, saved) in enumerate(zip(streams, kept, strict=True), 1):
-                stream.flush()
-                os.dup2(saved, number)
-                os.close(saved)
+
+        process = multiprocessing.get_context("fork").Process(target=run)
+        process.start()
+        process.join()
         for file in (out, err):
             file.seek(0)
-        return good, out.read(), err.read()
+        return process.exitcode == 0, out.read(), err.read()
 
 
 if __name__ == "__main__":
