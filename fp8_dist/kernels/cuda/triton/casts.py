@@ -189,6 +189,7 @@ def _cast_rows_and_columns(
 @triton.jit
 def _transpose(
     x: tl.tensor,
+    source: tl.tensor | None,
     out: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
@@ -196,34 +197,20 @@ def _transpose(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN] of one matrix. Moves 2 bytes per element.
-    i = indices(tl.program_id(0), BM)
+    # One instance: a tile of [BM, BN] of one matrix, or of the M rows that source selects. Moves
+    # 2 bytes per element.
+    p = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     matrix = tl.program_id(2).to(tl.int64) * K
     columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
-    mask = (i[:, None] < M) & (j[None, :] < K)
+    i = p
+    is_row = p < M
+    if source is not None:
+        i = tl.load(source + p, mask=is_row, other=-1)
+        is_row = i >= 0
+    mask = is_row[:, None] & (j[None, :] < K)
     data = tl.load(x + matrix * M + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out + matrix * columns, tl.trans(data), j, i, K, columns)
-
-
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64))
-@triton.jit
-def _transpose_groups(
-    x: tl.tensor,
-    source: tl.tensor,
-    out: tl.tensor,
-    P: tl.tensor,
-    K: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
-    p = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    i = tl.load(source + p, mask=p < P, other=-1)
-    mask = (i[:, None] >= 0) & (j[None, :] < K)
-    data = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out, tl.trans(data), j, p, K, P)
+    store_tile(out + matrix * columns, tl.trans(data), j, p, K, columns)
 
 
 @fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
@@ -422,7 +409,7 @@ def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor
     out = empty_transposed(x, multiple)
     _transpose(
         lambda chosen: (*tiles(out.shape[-1], K)(chosen), math.prod(others)),
-        *(raw(x), raw(out), M, K),
+        *(raw(x), None, raw(out), M, K),
         MULTIPLE=multiple,
     )
     return out
@@ -433,5 +420,5 @@ def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))
-    _transpose_groups(tiles(P, K), raw(x), source, raw(out), P, K)
+    _transpose(tiles(P, K), raw(x), source, raw(out), P, K, MULTIPLE=1)
     return out
