@@ -20,7 +20,6 @@ from fp8_dist.kernels import (
     fp32_block_scales,
     fp32_scales,
     quantize_block_copies,
-    quantize_blocks,
     quantize_by_scales,
     reblock,
     scaled_by,
@@ -208,7 +207,8 @@ class Blocks(BlockScheme):
         return statistics, statistics, data
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        return quantize_blocks(self._taken(x), scales[0], self._values, self._blocks(start))
+        _, _, (data,) = self.cast(x, scales, start, [False])
+        return data
 
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)

@@ -163,27 +163,6 @@ class Dense(Scheme):
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_casts(x)
 
-    def measure_with(self, x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
-        kinds = _in_one_pass(schemes)
-        if kinds is None:
-            return super().measure_with(x, schemes, start)
-        return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
-
-    def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        saturate: bool,
-    ) -> tuple[list[Scales], list[Tensor]] | None:
-        kinds = _in_one_pass(plan.schemes)
-        if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
-            return None
-        values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
-        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=saturate)
-        return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
-
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor:
@@ -195,6 +174,29 @@ class Dense(Scheme):
     ) -> Tensor | None:
         (a,), (b,) = left.scales, right.scales
         return fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+
+
+def measure_together(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
+    """:meth:`Scheme.measure` for several schemes, in one pass if one can serve all of them."""
+    kinds = _in_one_pass(schemes)
+    if kinds is None:
+        return [scheme.measure(x, start) for scheme in schemes]
+    return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
+
+
+def cast_in_one_pass(
+    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], saturate: bool
+) -> tuple[list[Scales], list[Tensor]] | None:
+    """:meth:`Scheme.cast` to copies of several schemes, or ``None`` if one pass is not enough.
+
+    Returns the scales of each scheme and the data of each copy.
+    """
+    kinds = _in_one_pass(plan.schemes)
+    if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
+        return None
+    values, how = [value for (value,) in statistics], (kinds[0].dtype, kinds[0].power_of_2)
+    flat = cast_copies(x, values, *how, plan.of, plan.transposed, saturate=saturate)
+    return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import matrix_operand, transposed
+from fp8_dist.scaling.dense import cast_in_one_pass, measure_together
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
@@ -41,7 +42,7 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
 
 def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
     first = schemes[0]
-    return [first.measure(x, start)] if len(schemes) == 1 else first.measure_with(x, schemes, start)
+    return [first.measure(x, start)] if len(schemes) == 1 else measure_together(x, schemes, start)
 
 
 def cast(
@@ -93,8 +94,8 @@ def _cast(
         _, scales, data = first.cast(x, known, start, transposed, saturate)
         return [scales], data
     if statistics is None:
-        statistics, saturate = first.measure_with(x, schemes, start), False
-    if (copies_at_once := first.cast_with(x, plan, statistics, start, saturate)) is not None:
+        statistics, saturate = measure_together(x, schemes, start), False
+    if (copies_at_once := cast_in_one_pass(x, plan, statistics, saturate)) is not None:
         return copies_at_once
     scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}

@@ -365,30 +365,6 @@ class Scheme:
         """
         return None
 
-    def measure_with(
-        self, x: Tensor, schemes: Sequence["Scheme"], start: Start
-    ) -> list[Statistics]:
-        """:meth:`measure` for several schemes, of which ``self`` is the first.
-
-        ``start`` is their :func:`common_start`.
-        """
-        return [scheme.measure(x, start) for scheme in schemes]
-
-    def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        saturate: bool,
-    ) -> tuple[list[Scales], list[Tensor]] | None:
-        """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
-
-        ``start`` is their :func:`common_start`. Returns the scales of each scheme and the data of
-        each copy, or ``None`` if one pass is not enough.
-        """
-        return None
-
     # Packed data: fewer bytes for weights in FSDP2's gathers, and for those that are stored
 
     def pack(self, qdata: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from fp8_dist.kernels.blocks import (
     empty_exponents,
     pack_blocks,
     quantize_block_copies,
-    quantize_blocks,
 )
 from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
 from fp8_dist.kernels.cuda.triton.launch import (
@@ -229,13 +228,6 @@ def _cast_copies(
 ) -> Tensors:
     exponents = empty_exponents(x, blocks)
     return [exponents, *_launch(x, exponents, dtype, blocks, transposed, rule=rule)]
-
-
-@fused(quantize_blocks, lambda x, exponents, dtype, blocks, *_, **__: _takes(x, blocks))
-def _quantize_blocks(
-    x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
-) -> torch.Tensor:
-    return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
 
 
 @fused(quantize_block_copies, lambda x, exponents, dtype, blocks, transposed: _takes(x, blocks))
