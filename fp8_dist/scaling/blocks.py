@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist import kernels
+from fp8_dist import kernels, mesh
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     GemmOptions,
@@ -18,15 +18,7 @@ from fp8_dist.kernels import (
     scaled_by,
     takes_transposed,
 )
-from fp8_dist.mesh import (
-    Layout,
-    all_reduce_max,
-    global_offset,
-    groups_over,
-    narrowed,
-    sharded_axes,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import cached_but_in_graphs
@@ -115,8 +107,8 @@ class BlockScheme(Scheme):
         known = matrix, scales, self._blocks(operand.start)
         axes: list[int] = []  # that shard the rows
         if layout is not None:
-            dims = [sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
-            axes = [axis for axis in sharded_axes(layout) if dims[axis] != operand.qdata.ndim - 1]
+            dims = [mesh.sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
+            axes = [i for i in mesh.sharded_axes(layout) if dims[i] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, new_scales = self._reblocked(known, transposed)
@@ -124,12 +116,12 @@ class BlockScheme(Scheme):
             return Quantized(data.t() if transposed else data, (new_scales,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
-        tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
+        tokens = mesh.narrowed(tokens, mesh.global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
         new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
         new_scales = new.scales_of_amaxes(kernels.amaxes_of_groups(values, group, count))
-        new_scales = all_reduce_max(new_scales, groups_over(layout.mesh, axes))
+        new_scales = mesh.all_reduce_max(new_scales, mesh.groups_over(layout.mesh, axes))
         row_scales = (new_scales.index_select(0, group),)
         return Quantized(new.quantize(values, row_scales, (0, 0)), row_scales, new)
 
