@@ -26,15 +26,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fp8_dist.kernels import e2m1
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.e2m1 import (
-    CARRIES,
-    E2M1_X2,
-    data_dtype,
-    empty_packed,
-    pack_e2m1,
-    round_to_e2m1,
-)
+from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import (
     Tensors,
     as_matrix,
@@ -152,7 +146,7 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
     if dtype is E2M1_X2:
         bits = amax.view(torch.int32)
-        exponents = ((bits + CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
+        exponents = ((bits + e2m1.CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
         return exponents.masked_fill_(bits >> 23 == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
     largest = torch.finfo(dtype).max
     if rule == "ceil":
@@ -199,7 +193,7 @@ def quantize_block_copies(
     multiplier = scales.reciprocal_()
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     if dtype is E2M1_X2:
-        product = round_to_e2m1(product)
+        product = e2m1.round_to_e2m1(product)
     else:
         limit = torch.finfo(dtype).max
         product.clamp_(-limit, limit)
@@ -209,12 +203,12 @@ def quantize_block_copies(
 
 @custom_op(
     "pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor",
-    fake=lambda x, exponents, blocks: empty_packed(x),
+    fake=lambda x, exponents, blocks: e2m1.empty_packed(x),
 )
 def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Cast ``[..., K]`` as :func:`quantize_block_copies` does, and pack: uint8 ``[..., K / 2]``."""
     (qdata,) = quantize_block_copies.portable(x, exponents, E2M1_X2, blocks, [False])
-    return pack_e2m1.portable(qdata)
+    return e2m1.pack_e2m1.portable(qdata)
 
 
 def scaled_by(

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.kernels import quantization
 from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, TILES, Layouts
@@ -26,17 +27,7 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 from fp8_dist.kernels.grouped import transposed_groups
-from fp8_dist.kernels.quantization import (
-    ALIGNMENT,
-    Tensors,
-    as_matrix,
-    cast_and_measure,
-    cast_copies,
-    cast_rows,
-    empty_transposed,
-    quantize,
-    transposed_copy,
-)
+from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 
 _WIDEST = 16384  # columns of a row that the registers of an instance hold
@@ -276,7 +267,7 @@ def _cast_to(
     )
 
 
-@launch.fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
+@launch.fused(quantization.quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> torch.Tensor:
@@ -285,7 +276,7 @@ def _quantize(
     return qdata
 
 
-@launch.fused(cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
+@launch.fused(quantization.cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
 def _cast_copies(
     x: torch.Tensor,
     amaxes: Sequence[torch.Tensor],
@@ -327,7 +318,7 @@ def _cast_copies(
     return scales + copies
 
 
-@launch.fused(cast_rows, lambda x, *_, **__: _takes(x))
+@launch.fused(quantization.cast_rows, lambda x, *_, **__: _takes(x))
 def _cast_by_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -360,7 +351,7 @@ def _cast_by_rows(
     return [amax, scale, *copies]
 
 
-@launch.fused(cast_and_measure, lambda x, *_, **__: _takes(x))
+@launch.fused(quantization.cast_and_measure, lambda x, *_, **__: _takes(x))
 def _cast_and_measure(
     x: torch.Tensor,
     known: torch.Tensor,
@@ -388,11 +379,11 @@ def _cast_and_measure(
     return [amax, *poisoned, *copies]
 
 
-@launch.fused(transposed_copy, lambda x, *_: x.is_contiguous())
+@launch.fused(quantization.transposed_copy, lambda x, *_: x.is_contiguous())
 def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     """Transpose matrices in one launch; 2 bytes per element."""
     *others, M, K = x.shape
-    out = empty_transposed(x, multiple)
+    out = quantization.empty_transposed(x, multiple)
     _transpose(
         lambda chosen: (*launch.tiles(out.shape[-1], K)(chosen), math.prod(others)),
         *(launch.raw(x), None, launch.raw(out), M, K),
