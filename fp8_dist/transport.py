@@ -12,14 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import pad
 
-from fp8_dist.kernels.encoding import (
-    BLOCK,
-    block_count,
-    decode_float8,
-    encode_float8,
-    pack_rows,
-    sum_of_rows,
-)
+from fp8_dist.kernels import encoding
 from fp8_dist.mesh import (
     Layout,
     Placements,
@@ -46,7 +39,7 @@ class Part(NamedTuple):
         """Number of bytes on the wire, for numbers of ``dtype``."""
         if self.encoding == "float8":
             row = self.row or self.size
-            return self.size + self.size // row * block_count(row)
+            return self.size + self.size // row * encoding.block_count(row)
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,10 +56,10 @@ def runs_of(parts: Iterable[Part]) -> tuple[Part, ...]:
     runs: list[Part] = []
     for part in (part for part in parts if part.size):
         is_float8, row = part.encoding == "float8", part.row
-        if not is_float8 or row % BLOCK == 0 or row == part.size:
+        if not is_float8 or row % encoding.BLOCK == 0 or row == part.size:
             row = 0  # blocks of the whole part do not cross its rows
         last = runs[-1] if runs else None
-        splits_block = last is not None and is_float8 and row == 0 and last.size % BLOCK
+        splits_block = last is not None and is_float8 and row == 0 and last.size % encoding.BLOCK
         if last and not splits_block and (last.encoding, last.row) == (part.encoding, row):
             runs[-1] = last._replace(size=last.size + part.size)
         else:
@@ -83,11 +76,11 @@ def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.T
     pieces: list[torch.Tensor] = []
     for run, part in zip(runs, x.split([run.size for run in runs], -1), strict=True):
         if run.encoding == "float8":
-            pieces += map(run.flat, encode_float8(run.rows(part)))
+            pieces += map(run.flat, encoding.encode_float8(run.rows(part)))
         else:
             part = part.to(torch.bfloat16 if run.encoding == "bf16" else dtype)
             pieces.append(part.contiguous().view(torch.uint8))
-    return pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
+    return encoding.pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 
 
 def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
@@ -95,7 +88,7 @@ def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torc
     pieces = [
         numbers.to(torch.float32)
         if exponents is None
-        else run.flat(decode_float8(numbers, exponents))
+        else run.flat(encoding.decode_float8(numbers, exponents))
         for run, numbers, exponents in _parts(wire, runs, dtype)
     ]
     return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
@@ -118,7 +111,7 @@ def sum_decoded(
     sums, begin = [], 0
     for run, numbers, exponents in _parts(wire, runs, dtype):
         part = None if local is None else run.rows(local.narrow(-1, begin, run.size))
-        sums.append(run.flat(sum_of_rows(numbers, exponents, part, rank)))
+        sums.append(run.flat(encoding.sum_of_rows(numbers, exponents, part, rank)))
         begin += run.size
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 

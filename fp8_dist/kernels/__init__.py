@@ -21,7 +21,6 @@ from fp8_dist.kernels.blocks import (
     pack_blocks as pack_blocks,
     powers_of_2 as powers_of_2,
     quantize_block_copies as quantize_block_copies,
-    quantize_blocks as quantize_blocks,
     reblock as reblock,
     scaled_by as scaled_by,
 )

@@ -26,15 +26,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from fp8_dist.kernels import e2m1
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.e2m1 import (
-    CARRIES,
-    E2M1_X2,
-    data_dtype,
-    empty_packed,
-    pack_e2m1,
-    round_to_e2m1,
-)
+from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import (
     Tensors,
     as_matrix,
@@ -152,7 +146,7 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
     if dtype is E2M1_X2:
         bits = amax.view(torch.int32)
-        exponents = ((bits + CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
+        exponents = ((bits + e2m1.CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
         return exponents.masked_fill_(bits >> 23 == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
     largest = torch.finfo(dtype).max
     if rule == "ceil":
@@ -169,42 +163,52 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
 
 
 @custom_op(
-    "quantize_blocks(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks) -> Tensor",
-    fake=lambda x, exponents, dtype, *_: x.new_empty(x.shape, dtype=data_dtype(dtype)),
+    "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
+    "bool[] transposed) -> Tensor[]",
+    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(
+        x, data_dtype(dtype), transposed
+    ),
 )
-def quantize_blocks(
-    x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
-) -> torch.Tensor:
-    """Cast ``saturate(float32(x) / scale)`` to ``dtype``, with one scale per block.
+def quantize_block_copies(
+    x: torch.Tensor,
+    exponents: torch.Tensor,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    transposed: Sequence[bool],
+) -> Tensors:
+    """Cast copies of ``saturate(float32(x) / scale)`` to ``dtype``, with one scale per block.
 
     The values of a block with the byte 0 as its exponent become 0.
 
     Args:
         x: ``[..., M, K]``, floating point.
         exponents: exponents of the blocks of ``x``.
+        transposed: layout of each copy (see :mod:`fp8_dist.kernels.quantization`).
 
     Returns:
-        A contiguous tensor of the shape of ``x``.
+        The copies, contiguous. One that is not transposed has the shape of ``x``.
     """
     # The reciprocal of a power of two is exact. The scale of the byte 0 is replaced by infinity.
     scales = torch.threshold_(powers_of_2(exponents), 2.0**-_BIAS, math.inf)
     multiplier = scales.reciprocal_()
     product = scaled_by(x.to(torch.float32), multiplier, blocks)
     if dtype is E2M1_X2:
-        product = round_to_e2m1(product)
+        product = e2m1.round_to_e2m1(product)
     else:
         limit = torch.finfo(dtype).max
         product.clamp_(-limit, limit)
-    return product.to(data_dtype(dtype), memory_format=torch.contiguous_format)
+    qdata = product.to(data_dtype(dtype), memory_format=torch.contiguous_format)
+    return [transposed_copy(as_matrix(qdata)) if t else qdata for t in transposed]
 
 
 @custom_op(
     "pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor",
-    fake=lambda x, exponents, blocks: empty_packed(x),
+    fake=lambda x, exponents, blocks: e2m1.empty_packed(x),
 )
 def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
-    """Cast ``[..., K]`` to packed E2M1, uint8 ``[..., K / 2]``; see :func:`quantize_blocks`."""
-    return pack_e2m1.portable(quantize_blocks.portable(x, exponents, E2M1_X2, blocks))
+    """Cast ``[..., K]`` as :func:`quantize_block_copies` does, and pack: uint8 ``[..., K / 2]``."""
+    (qdata,) = quantize_block_copies.portable(x, exponents, E2M1_X2, blocks, [False])
+    return e2m1.pack_e2m1.portable(qdata)
 
 
 def scaled_by(
@@ -287,25 +291,6 @@ def cast_blocks(
     return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
 
 
-@custom_op(
-    "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
-    "bool[] transposed) -> Tensor[]",
-    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(
-        x, data_dtype(dtype), transposed
-    ),
-)
-def quantize_block_copies(
-    x: torch.Tensor,
-    exponents: torch.Tensor,
-    dtype: torch.dtype,
-    blocks: Sequence[int],
-    transposed: Sequence[bool],
-) -> Tensors:
-    """Apply :func:`quantize_blocks` for several copies, each in its own layout."""
-    qdata = quantize_blocks(x, exponents, dtype, blocks)
-    return [transposed_copy(as_matrix(qdata)) if t else qdata for t in transposed]
-
-
 def empty_reblocked(
     qdata: torch.Tensor, rows: int, transposed: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -350,7 +335,8 @@ def reblock(
     if transposed:
         values = padded(values, (0, 0, 0, -len(values) % rows))
     new_exponents = block_exponents.portable(values, qdata.dtype, columns, rule)
-    data = quantize_blocks.portable(values, new_exponents, qdata.dtype, columns)
+    how = new_exponents, qdata.dtype, columns, [False]
+    (data,) = quantize_block_copies.portable(values, *how)
     return data.t().contiguous() if transposed else data, new_exponents
 
 

@@ -10,14 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8_dist.torch_internals import (
-    AsyncCollectiveTensor,
-    StridedShard,
-    cached_but_in_graphs,
-    concatenated_mesh,
-    dtensor_local,
-    make_dtensor,
-)
+from fp8_dist import torch_internals
+from fp8_dist.torch_internals import AsyncCollectiveTensor, StridedShard, cached_but_in_graphs
 
 Placements = tuple[Placement, ...]
 
@@ -38,7 +32,7 @@ class Layout(NamedTuple):
 
     def wrap(self, local: torch.Tensor) -> DTensor:
         """Make the DTensor of this layout with the given local tensor, without collectives."""
-        return make_dtensor(local, self.mesh, self.placements, self.shape)
+        return torch_internals.make_dtensor(local, self.mesh, self.placements, self.shape)
 
 
 def check_axis(mesh: object, caller: str) -> None:
@@ -102,7 +96,7 @@ def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
 
 @lru_cache(maxsize=1024)
 def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    return concatenated_mesh([outer, inner])
+    return torch_internals.concatenated_mesh([outer, inner])
 
 
 def sharded_dim(placement: Placement, ndim: int) -> int | None:
@@ -122,7 +116,7 @@ def normalized(placements: Placements, ndim: int) -> Placements:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor, or ``tensor`` itself. Waits for a collective in flight."""
-    local = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+    local = torch_internals.dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 

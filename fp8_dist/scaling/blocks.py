@@ -8,34 +8,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp8_dist import kernels, mesh
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import (
     GemmOptions,
-    amaxes_of_groups,
-    block_amaxes,
-    block_exponents,
     block_scaled_mm,
-    cast_blocks,
     dequantize_blocks,
-    fp32_block_scales,
     fp32_scales,
-    quantize_block_copies,
-    quantize_blocks,
-    quantize_by_scales,
-    reblock,
     scaled_by,
     takes_transposed,
-    transposed_copy,
 )
-from fp8_dist.mesh import (
-    Layout,
-    all_reduce_max,
-    global_offset,
-    groups_over,
-    narrowed,
-    sharded_axes,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import cached_but_in_graphs
@@ -124,8 +107,8 @@ class BlockScheme(Scheme):
         known = matrix, scales, self._blocks(operand.start)
         axes: list[int] = []  # that shard the rows
         if layout is not None:
-            dims = [sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
-            axes = [axis for axis in sharded_axes(layout) if dims[axis] != operand.qdata.ndim - 1]
+            dims = [mesh.sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
+            axes = [i for i in mesh.sharded_axes(layout) if dims[i] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, new_scales = self._reblocked(known, transposed)
@@ -133,12 +116,12 @@ class BlockScheme(Scheme):
             return Quantized(data.t() if transposed else data, (new_scales,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
-        tokens = narrowed(tokens, global_offset(layout)[:-1], here).reshape(-1)
+        tokens = mesh.narrowed(tokens, mesh.global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
         new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
-        new_scales = new.scales_of_amaxes(amaxes_of_groups(values, group, count))
-        new_scales = all_reduce_max(new_scales, groups_over(layout.mesh, axes))
+        new_scales = new.scales_of_amaxes(kernels.amaxes_of_groups(values, group, count))
+        new_scales = mesh.all_reduce_max(new_scales, mesh.groups_over(layout.mesh, axes))
         row_scales = (new_scales.index_select(0, group),)
         return Quantized(new.quantize(values, row_scales, (0, 0)), row_scales, new)
 
@@ -151,7 +134,7 @@ class BlockScheme(Scheme):
         values, new = dequantize_blocks(*known, torch.float32), _resized(self, self.columns, 1)
         scales = new.scales_from(new.measure(values))
         data = new.quantize(values, scales, (0, 0))
-        return transposed_copy(data, self.columns) if transposed else data, scales[0]
+        return kernels.transposed_copy(data, self.columns) if transposed else data, scales[0]
 
     def _blocks(self, start: Start) -> list[int]:
         """The description of blocks for kernels: rows, columns, first row and first column."""
@@ -187,7 +170,7 @@ class Blocks(BlockScheme):
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         blocks = self._blocks(start)
-        return (block_exponents(self._taken(x), self._values, blocks, self.rule),)
+        return (kernels.block_exponents(self._taken(x), self._values, blocks, self.rule),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
         return statistics
@@ -202,22 +185,23 @@ class Blocks(BlockScheme):
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         x, blocks = self._taken(x), self._blocks(start)
         if statistics is None:
-            exponents, *data = cast_blocks(x, self._values, blocks, self.rule, transposed)
+            exponents, *data = kernels.cast_blocks(x, self._values, blocks, self.rule, transposed)
             return (exponents,), (exponents,), data
-        data = quantize_block_copies(x, statistics[0], self._values, blocks, transposed)
+        data = kernels.quantize_block_copies(x, statistics[0], self._values, blocks, transposed)
         return statistics, statistics, data
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        return quantize_blocks(self._taken(x), scales[0], self._values, self._blocks(start))
+        _, _, (data,) = self.cast(x, scales, start, [False])
+        return data
 
     def fuses(self, x: Tensor) -> bool:
         return fuses_casts(x)
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
-        return reblock(*known, self.columns, self._new_rule, transposed)
+        return kernels.reblock(*known, self.columns, self._new_rule, transposed)
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
-        return block_exponents(amaxes, self.dtype, [1, 1, 0, 0], self._new_rule)
+        return kernels.block_exponents(amaxes, self.dtype, [1, 1, 0, 0], self._new_rule)
 
     @property
     def _values(self) -> torch.dtype:
@@ -248,13 +232,14 @@ class Fp32Blocks(BlockScheme):
         return f"block of {self.rows} x {self.columns} (fp32)"
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
-        return (block_amaxes(self._taken(x), self._blocks(start)),)
+        return (kernels.block_amaxes(self._taken(x), self._blocks(start)),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (fp32_block_scales(statistics[0], self.dtype),)
+        return (kernels.fp32_block_scales(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        return quantize_by_scales(self._taken(x), scales[0], self.dtype, self._blocks(start))
+        x, (scale,) = self._taken(x), scales
+        return kernels.quantize_by_scales(x, scale, self.dtype, self._blocks(start))
 
 
 def matrix_operand(operand: Quantized) -> Quantized:

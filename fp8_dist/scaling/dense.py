@@ -8,21 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fp8_dist import kernels
 from fp8_dist.device import fuses_casts, rounds_to, stores_transposed
-from fp8_dist.kernels import (
-    ALIGNMENT,
-    GemmOptions,
-    amax,
-    amax_of_tensors,
-    amaxes,
-    cast_copies,
-    cast_rows,
-    fusible_amax,
-    fusible_copies,
-    fusible_scaled_mm,
-    scaled_mm,
-    scaling_from_amax,
-)
+from fp8_dist.kernels import ALIGNMENT, GemmOptions
 from fp8_dist.scaling.level import DimsLevel, Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import is_exporting, statically_known_true
@@ -99,11 +87,11 @@ class Dense(Scheme):
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         if self._is_cast_by_rows(x):
-            return (amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
-        return (amax(x, self.levels[0].covered_dims(x.ndim)),)
+            return (kernels.amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
+        return (kernels.amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
-        return (fusible_amax(x),) if self._is_fusible(x) else None
+        return (kernels.fusible_amax(x),) if self._is_fusible(x) else None
 
     def fusible_cast(
         self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
@@ -116,7 +104,7 @@ class Dense(Scheme):
         ):
             return None
         (value,) = statistics
-        scale, *data = fusible_copies(x, value, self.dtype, transposed, saturate=saturate)
+        scale, *data = kernels.fusible_copies(x, value, self.dtype, transposed, saturate=saturate)
         return (scale,), data
 
     def _is_fusible(self, x: Tensor) -> bool:
@@ -128,12 +116,12 @@ class Dense(Scheme):
         if self.per not in ("tensor", "row"):
             return super().measure_each(xs, starts)
         shapes = [self.levels[0].shape(x.shape) for x in xs]
-        values = amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
+        values = kernels.amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
         parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
+        return (kernels.scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
 
     def cast(
         self,
@@ -144,14 +132,14 @@ class Dense(Scheme):
         saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         if statistics is None and self.fuses(x):
-            value, scale, *data = cast_rows(x, self.dtype, self.power_of_2, transposed)
+            value, scale, *data = kernels.cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
         saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics
         by_rows = self._is_cast_by_rows(x)
         amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
         how = self.dtype, self.power_of_2, [0] * len(transposed), transposed
-        scale, *data = cast_copies(x, amaxes, *how, saturate=saturate)
+        scale, *data = kernels.cast_copies(x, amaxes, *how, saturate=saturate)
         if by_rows:
             scale = scale[..., :1, :].contiguous()
         return known, (scale,), data
@@ -163,38 +151,40 @@ class Dense(Scheme):
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_casts(x)
 
-    def measure_with(self, x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
-        kinds = _in_one_pass(schemes)
-        if kinds is None:
-            return super().measure_with(x, schemes, start)
-        return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
-
-    def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        saturate: bool,
-    ) -> tuple[list[Scales], list[Tensor]] | None:
-        kinds = _in_one_pass(plan.schemes)
-        if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
-            return None
-        values, layouts = [value for (value,) in statistics], (plan.of, plan.transposed)
-        flat = cast_copies(x, values, self.dtype, self.power_of_2, *layouts, saturate=saturate)
-        return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
-
     def multiply(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
-        return scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+        return kernels.scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
     def fusible_product(
         self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
     ) -> Tensor | None:
         (a,), (b,) = left.scales, right.scales
-        return fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+        return kernels.fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+
+
+def measure_together(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
+    """:meth:`Scheme.measure` for several schemes, in one pass if one can serve all of them."""
+    kinds = _in_one_pass(schemes)
+    if kinds is None:
+        return [scheme.measure(x, start) for scheme in schemes]
+    return [(value,) for value in kernels.amaxes(x, [kind.per for kind in kinds])]
+
+
+def cast_in_one_pass(
+    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics], saturate: bool
+) -> tuple[list[Scales], list[Tensor]] | None:
+    """:meth:`Scheme.cast` to copies of several schemes, or ``None`` if one pass is not enough.
+
+    Returns the scales of each scheme and the data of each copy.
+    """
+    kinds = _in_one_pass(plan.schemes)
+    if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
+        return None
+    values, how = [value for (value,) in statistics], (kinds[0].dtype, kinds[0].power_of_2)
+    flat = kernels.cast_copies(x, values, *how, plan.of, plan.transposed, saturate=saturate)
+    return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
 
 def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:

@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8_dist import torch_internals
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import matrix_operand, transposed
+from fp8_dist.scaling.dense import cast_in_one_pass, measure_together
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    allowed_in_graphs,
-    graphs_choose_gemms,
-    graphs_fuse_collectives,
-    is_exporting,
-    storage_address,
-)
 
 
 def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list[Statistics]:
@@ -41,7 +36,7 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
 
 def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
     first = schemes[0]
-    return [first.measure(x, start)] if len(schemes) == 1 else first.measure_with(x, schemes, start)
+    return [first.measure(x, start)] if len(schemes) == 1 else measure_together(x, schemes, start)
 
 
 def cast(
@@ -93,8 +88,8 @@ def _cast(
         _, scales, data = first.cast(x, known, start, transposed, saturate)
         return [scales], data
     if statistics is None:
-        statistics, saturate = first.measure_with(x, schemes, start), False
-    if (copies_at_once := first.cast_with(x, plan, statistics, start, saturate)) is not None:
+        statistics, saturate = measure_together(x, schemes, start), False
+    if (copies_at_once := cast_in_one_pass(x, plan, statistics, saturate)) is not None:
         return copies_at_once
     scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}
@@ -132,20 +127,20 @@ def multiply(
     if not torch.compiler.is_compiling():
         a, b = matrices(left, right, transpose)
         return a.scheme.multiply(a, b, out_dtype, options)
-    run = multiply_operator.overload if is_exporting() else _multiply_in_graph
+    run = multiply_operator.overload if torch_internals.is_exporting() else _multiply_in_graph
     return run(*flat(left), *flat(right), transpose, out_dtype, options)
 
 
-@allowed_in_graphs
+@torch_internals.allowed_in_graphs
 def _multiply_in_graph(*arguments: Any) -> Tensor:
     """Multiply by torch's operator where it has the same bits, and else by the library's.
 
     Compiled code calls torch's operator at less cost, and async tensor parallelism fuses it.
     """
     a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
-    fuses_collectives, product = graphs_fuse_collectives(), None
+    fuses_collectives, product = torch_internals.graphs_fuse_collectives(), None
     is_fused = fuses_collectives and not (a.scales[0].ndim or b.scales[0].ndim)
-    if is_fused or not (fuses_collectives or graphs_choose_gemms()):
+    if is_fused or not (fuses_collectives or torch_internals.graphs_choose_gemms()):
         product = a.scheme.fusible_product(a, b, *arguments[9:])
     if product is not None:
         return product
@@ -231,8 +226,8 @@ def cast_operator(
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors, and copies of those that share memory with tensors that are kept."""
-    addresses = {storage_address(tensor) for tensor in kept}
-    return [t.clone() if storage_address(t) in addresses else t for t in tensors]
+    addresses = {torch_internals.storage_address(tensor) for tensor in kept}
+    return [t.clone() if torch_internals.storage_address(t) in addresses else t for t in tensors]
 
 
 def _empty_product(*arguments: Any) -> Tensor:

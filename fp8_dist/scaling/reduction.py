@@ -7,18 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.mesh import (
-    GroupNames,
-    Layout,
-    Pieces,
-    all_reduce_max,
-    groups_over,
-    narrowed,
-    regions,
-    sharded_axes,
-    sharded_dim,
-    taken,
-)
+from fp8_dist import mesh
+from fp8_dist.mesh import GroupNames, Layout, Pieces
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Scheme, Statistics
 
@@ -41,7 +31,7 @@ class Placed(NamedTuple):
         """Place local statistics for a reduction over some mesh axes."""
         ndim, shape = len(layout.shape), list(local.shape)
         pieces: list[Pieces] = [((0, size),) for size in shape]
-        dims = {sharded_dim(layout.placements[axis], ndim) for axis in axes}
+        dims = {mesh.sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
         if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
             global_shape, level_pieces = level.shape(layout.shape), level.pieces(layout)
@@ -60,8 +50,8 @@ class Placed(NamedTuple):
         if list(integers.shape) == self.shape:
             return integers.reshape(-1)
         whole = integers.new_zeros(self.shape)
-        for offset, local, sizes in regions(self.pieces):
-            narrowed(whole, offset, sizes).copy_(narrowed(integers, local, sizes))
+        for offset, local, sizes in mesh.regions(self.pieces):
+            mesh.narrowed(whole, offset, sizes).copy_(mesh.narrowed(integers, local, sizes))
         return whole.reshape(-1)
 
     def whole(self, reduced: Tensor) -> Tensor:
@@ -70,7 +60,7 @@ class Placed(NamedTuple):
 
     def part(self, whole: Tensor) -> Tensor:
         """This rank's part of the global statistics, in the shape of the local ones."""
-        return taken(whole, self.pieces)
+        return mesh.taken(whole, self.pieces)
 
 
 def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
@@ -116,7 +106,7 @@ def reduced_statistics(scheme: Scheme, local: Statistics, layout: Layout | None)
     places = [Placed.of(local[i], scheme.levels[i], layout, union) for i in sent]
     if len(local) == 1 and places[0].shape == list(local[0].shape):
         # Every rank has a part of each block.
-        return (all_reduce_max(local[0], groups),)
+        return (mesh.all_reduce_max(local[0], groups),)
     result = list(local)
     for i, place, whole in zip(sent, places, _reduced(places, groups), strict=True):
         result[i] = place.part(whole).contiguous()
@@ -127,7 +117,7 @@ def _reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
     """Reduce local statistics to global ones, in one message."""
     dtype = message_dtype([place.local for place in places])
     message = torch.cat([place.flat(dtype) for place in places])
-    parts = all_reduce_max(message, groups).view(dtype).split([place.size for place in places])
+    parts = mesh.all_reduce_max(message, groups).view(dtype).split([place.size for place in places])
     return [place.whole(part) for place, part in zip(places, parts, strict=True)]
 
 
@@ -151,10 +141,10 @@ def global_statistics_of_tensors(
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
     for i, (scheme, local, layout) in enumerate(parts):
         if layout is not None:
-            axes = sharded_axes(layout)
+            axes = mesh.sharded_axes(layout)
             levels = zip(local, scheme.levels, strict=True)
             places = [Placed.of(part, level, layout, axes) for part, level in levels]
-            alike.setdefault(groups_over(layout.mesh, axes), []).append((i, places))
+            alike.setdefault(mesh.groups_over(layout.mesh, axes), []).append((i, places))
     for groups, members in alike.items():
         reduced = iter(_reduced([place for _, places in members for place in places], groups))
         for i, places in members:
@@ -170,7 +160,7 @@ def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
     if not over:
         return ()
     replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
-    return groups_over(layout.mesh, over, replicated)
+    return mesh.groups_over(layout.mesh, over, replicated)
 
 
 def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:

@@ -20,17 +20,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8_dist import mesh
 from fp8_dist.kernels import GemmOptions, blocks_along, expanded, fp32_scales, transposed_copy
-from fp8_dist.mesh import (
-    Layout,
-    cuts_blocks,
-    global_offset,
-    has_strided_shards,
-    local_sizes,
-    sharded_axes,
-    sharded_dim,
-    taken,
-)
+from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start, axes_of_level
 from fp8_dist.torch_internals import cached_but_in_graphs
 
@@ -285,7 +277,7 @@ class Scheme:
     @cached_but_in_graphs
     def scales_fit_gather(self, layout: Layout, gathered: Layout | None) -> bool:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
-        even = len(local_sizes(layout, 0)) == 1
+        even = len(mesh.local_sizes(layout, 0)) == 1
         return _gathered_dims(layout, gathered) == {0} and even and not _cuts_blocks(self, layout)
 
     @cached_but_in_graphs
@@ -293,8 +285,8 @@ class Scheme:
         """Whether FSDP2 gathers packed data: of equal shards of dim 0, whose rows are even."""
         if self.packed_dtype is None or not _gathered_dims(layout, gathered) <= {0}:
             return False
-        columns = local_sizes(layout, len(layout.shape) - 1)
-        return len(local_sizes(layout, 0)) == 1 and not any(size % 2 for size in columns)
+        columns = mesh.local_sizes(layout, len(layout.shape) - 1)
+        return len(mesh.local_sizes(layout, 0)) == 1 and not any(size % 2 for size in columns)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
@@ -362,30 +354,6 @@ class Scheme:
         """:meth:`cast` as operators of a graph that Inductor fuses with those that made ``x``.
 
         Returns the scales and the data of each copy, or ``None`` if there are no such operators.
-        """
-        return None
-
-    def measure_with(
-        self, x: Tensor, schemes: Sequence["Scheme"], start: Start
-    ) -> list[Statistics]:
-        """:meth:`measure` for several schemes, of which ``self`` is the first.
-
-        ``start`` is their :func:`common_start`.
-        """
-        return [scheme.measure(x, start) for scheme in schemes]
-
-    def cast_with(
-        self,
-        x: Tensor,
-        plan: CastPlan,
-        statistics: Sequence[Statistics],
-        start: Start,
-        saturate: bool,
-    ) -> tuple[list[Scales], list[Tensor]] | None:
-        """:meth:`cast` to copies of several schemes, of which ``self`` is the first, in one pass.
-
-        ``start`` is their :func:`common_start`. Returns the scales of each scheme and the data of
-        each copy, or ``None`` if one pass is not enough.
         """
         return None
 
@@ -468,7 +436,7 @@ class Scheme:
     def local_part(self, whole: Statistics, layout: Layout) -> Statistics:
         """Slice the statistics or scales of a whole tensor for this rank's part."""
         levels = zip(self.levels, whole, strict=True)
-        return tuple([taken(statistic, level.pieces(layout)) for level, statistic in levels])
+        return tuple([mesh.taken(statistic, level.pieces(layout)) for level, statistic in levels])
 
     def moved(self, start: Start, dim: int, by: int, ndim: int) -> Start:
         """The ``start`` of a part that begins ``by`` indices further along ``dim``."""
@@ -488,7 +456,7 @@ def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
         return (0, 0)
     for scheme in schemes:
         _check_pieces(scheme, layout)
-    return _start_at(global_offset(layout), schemes)
+    return _start_at(mesh.global_offset(layout), schemes)
 
 
 def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
@@ -527,9 +495,9 @@ def _value(literal: Any) -> Any:
 
 def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
     """The dims along which a gather to the layout ``gathered`` joins shards."""
-    kept, ndim = () if gathered is None else sharded_axes(gathered), len(layout.shape)
-    joined = [layout.placements[axis] for axis in sharded_axes(layout) if axis not in kept]
-    return {dim for placement in joined if (dim := sharded_dim(placement, ndim)) is not None}
+    kept, ndim = () if gathered is None else mesh.sharded_axes(gathered), len(layout.shape)
+    joined = [layout.placements[axis] for axis in mesh.sharded_axes(layout) if axis not in kept]
+    return {dim for placement in joined if (dim := mesh.sharded_dim(placement, ndim)) is not None}
 
 
 def _period(schemes: Sequence[Scheme], dim: int) -> int:
@@ -547,7 +515,7 @@ def _blocked_dims(scheme: Scheme, layout: Layout) -> tuple[int, ...]:
 @cached_but_in_graphs
 def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
     ndim = len(layout.shape)
-    sharded = {sharded_dim(p, ndim) for p in layout.placements}
+    sharded = {mesh.sharded_dim(p, ndim) for p in layout.placements}
     return any(dim % ndim in sharded for dim in _blocked_dims(scheme, layout))
 
 
@@ -555,20 +523,20 @@ def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
     dims = _blocked_dims(scheme, layout)
-    return any(cuts_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
+    return any(mesh.cuts_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
 
 
 @cached_but_in_graphs
 def _is_cut(scheme: Scheme, layout: Layout) -> bool:
     return _cuts_blocks(scheme, layout) or any(
-        has_strided_shards(layout, dim) or len(local_sizes(layout, dim)) > 1
+        mesh.has_strided_shards(layout, dim) or len(mesh.local_sizes(layout, dim)) > 1
         for dim in _blocked_dims(scheme, layout)
     )
 
 
 @cached_but_in_graphs
 def _check_pieces(scheme: Scheme, layout: Layout) -> None:
-    packed = any(has_strided_shards(layout, dim) for dim in _blocked_dims(scheme, layout))
+    packed = any(mesh.has_strided_shards(layout, dim) for dim in _blocked_dims(scheme, layout))
     if packed and _cuts_blocks(scheme, layout):
         raise NotImplementedError(
             f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "

@@ -215,7 +215,8 @@ def block_calls(m: int, k: int) -> Calls:
     calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
     blocks, dtype, *_ = kinds[0]
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
-    calls["quantize_blocks"] = call(kernels.quantize_blocks, x, exponents, dtype, blocks)
+    one = x, exponents, dtype, blocks, [False]
+    calls["quantize_block_copies one layout"] = call(kernels.quantize_block_copies, *one)
     calls["reblock row-major"] = call(kernels.reblock, data, exponents, blocks, 128, None)
     calls["cast_blocks one layout"] = call(cast, x, dtype, blocks, None, [False])
     for high in (FP16, FP32):

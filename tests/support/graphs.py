@@ -59,7 +59,6 @@ ALIKE = {
     "block_exponents": "amax",
     "measure": "amax",
     "row_amaxes": "amax",
-    "quantize_blocks": "quantize",
     "block_scaled_mm": "scaled_mm",
     "multiply": "scaled_mm",
 }

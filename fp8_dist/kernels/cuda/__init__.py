@@ -10,7 +10,7 @@ from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
-from fp8_dist.kernels.blocks import pack_blocks, quantize_blocks
+from fp8_dist.kernels.blocks import pack_blocks, quantize_block_copies
 from fp8_dist.kernels.cuda import gemm
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.kernels.quantization import quantize
@@ -40,6 +40,6 @@ if HAS_TRITON:
 
     __all__ += ["triton"]
 else:
-    for op in (quantize, quantize_blocks, encode_float8, pack_blocks):
+    for op in (quantize, quantize_block_copies, encode_float8, pack_blocks):
         # All portable casts call one of these.
         op.register("cuda", _warns_once(op.portable))

@@ -22,7 +22,7 @@ from fp8_dist.text import warn_once
 _BLOCK = {"hopper": 128, "blackwell": 32}
 
 
-def block_mm(
+def _block_scaled_mm(
     a: Tensor,
     b: Tensor,
     scales_a: Tensor,
@@ -30,13 +30,20 @@ def block_mm(
     blocks_a: Sequence[int],
     blocks_b: Sequence[int],
     out_dtype: torch.dtype,
-) -> Tensor | None:
-    """Run the device's GEMM with block scales, or return None if it has none for the operands.
-
-    The arguments are those of :func:`fp8_dist.kernels.block_scaled_mm`.
-    """
-    if _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype) is not None:
-        return None
+    emulate: bool,
+) -> Tensor:
+    """Run the device's GEMM with block scales, or the portable code if it has none for these."""
+    obstacle = None if emulate else _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype)
+    if obstacle is not None and device_has_float8_gemm(a.device):
+        warn_once(
+            f"GEMM of blocks {obstacle}",
+            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} with one scale per block of "
+            f"{max(blocks_a[:2])} values: it runs in high precision, no faster than without "
+            f"float8; {obstacle}",
+        )
+    if emulate or obstacle is not None:
+        operands = a, b, scales_a, scales_b, blocks_a, blocks_b
+        return block_scaled_mm.portable(*operands, out_dtype, emulate)
     rows, columns = a.shape[0], b.shape[1]
     a, b = trimmed_to_same_depth(a, b)
     a = _with_whole_rows(row_major(_in_whole_blocks(a, blocks_a)))
@@ -143,31 +150,6 @@ def _blackwell_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[in
     tiles_a, tiles_b = (in_tiles(s).view(torch.float8_e8m0fnu) for s in (scales_a, scales_b))
     recipe, swizzle = ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
     return tiles_a, recipe, tiles_b, recipe, swizzle, swizzle
-
-
-def _block_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scales_a: Tensor,
-    scales_b: Tensor,
-    blocks_a: Sequence[int],
-    blocks_b: Sequence[int],
-    out_dtype: torch.dtype,
-    emulate: bool,
-) -> Tensor:
-    operands = (a, b, scales_a, scales_b, blocks_a, blocks_b, out_dtype)
-    product = None if emulate else block_mm(*operands)
-    if product is not None:
-        return product
-    if not emulate and device_has_float8_gemm(a.device):
-        why = _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype)
-        warn_once(
-            f"GEMM of blocks {why}",
-            f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} with one scale per block of "
-            f"{max(blocks_a[:2])} values: it runs in high precision, no faster than without "
-            f"float8; {why}",
-        )
-    return block_scaled_mm.portable(*operands, emulate)
 
 
 block_scaled_mm.register("cuda", _block_scaled_mm)

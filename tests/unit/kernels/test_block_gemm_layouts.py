@@ -63,8 +63,7 @@ def test_torch_takes_the_operands(kind: str, sizes: str, monkeypatch: pytest.Mon
     ):
         calls.clear()
         given = operands(kind, gemm, SIZES[sizes])
-        found = block_gemm.block_mm(*given, dtype)
-        assert found is not None
+        found = block_gemm._block_scaled_mm(*given, dtype, False)
         assert (found.shape, found.dtype, len(calls)) == ((m, n), dtype, 1)
 
 
@@ -82,7 +81,7 @@ def test_scales_that_hopper_reads() -> None:
 @pytest.mark.parametrize("kind", ["hopper", "blackwell"])
 def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
-    a, b, a_exponents, b_exponents, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
+    a, b, exponents, _, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
     for left, right, blocks, dtype in (
         (a, b[:, :9], blocks_a, torch.bfloat16),
         (a[:0], b, blocks_a, torch.bfloat16),
@@ -91,10 +90,7 @@ def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyP
         (a, b, blocks_a, torch.float16),
         (a.view(torch.float8_e5m2), b, blocks_a, torch.bfloat16),
     ):
-        assert (
-            block_gemm.block_mm(left, right, a_exponents, b_exponents, blocks, blocks_b, dtype)
-            is None
-        )
+        assert block_gemm._obstacle(left, right, exponents, blocks, blocks_b, dtype) is not None
 
 
 def zeros(like: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from fp8_dist.kernels import (
     block_scaled_mm,
     cast_blocks,
     quantize_block_copies,
-    quantize_blocks,
     reblock,
 )
 from fp8_dist.kernels.blocks import dequantize_blocks, exponents_shape
@@ -68,8 +67,8 @@ def check_cast(
     expected = expected.view(exponents_shape(x.shape, blocks))
     for run in implementations(block_exponents):
         assert same_bits(run(x, dtype, blocks, rule), expected)
-    for run in implementations(quantize_blocks):
-        qdata = run(x, expected, dtype, blocks)
+    for run in implementations(quantize_block_copies):
+        (qdata,) = run(x, expected, dtype, blocks, [False])
         assert (qdata.dtype, qdata.shape) == (dtype, x.shape)
         assert qdata.is_contiguous()
         assert torch.equal(qdata.double().nan_to_num(1e9), values.view(x.shape).nan_to_num(1e9))
@@ -117,7 +116,7 @@ def test_a_value_that_is_not_finite_stays_in_its_block(rule: str | None) -> None
             x = torch.randn(10, 13).to(dtype)
             x[5, 6] = value
             exponents = check_cast(x, E4M3, blocks, rule)
-            qdata = quantize_blocks(x, exponents, E4M3, blocks)
+            (qdata,) = quantize_block_copies(x, exponents, E4M3, blocks, [False])
             found = dequantize_blocks(qdata, exponents, blocks, dtype)
             assert torch.equal(found.isnan(), expected)
             assert found[~expected].isfinite().all()
@@ -133,8 +132,8 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
             exponents = run(x, E4M3, blocks, None)
             assert [*exponents.shape] == exponents_shape(shape, blocks)
             assert not exponents.any()
-        for run in implementations(quantize_blocks):
-            qdata = run(x, exponents, E4M3, blocks)
+        for run in implementations(quantize_block_copies):
+            (qdata,) = run(x, exponents, E4M3, blocks, [False])
             assert qdata.shape == shape
         assert dequantize_blocks(qdata, exponents, blocks, torch.float32).shape == shape
         for run in implementations(reblock) if len(shape) == 2 else ():
@@ -163,10 +162,11 @@ def test_large_tensors_on_cpus_have_the_portable_bits(
     for blocks, view in product(each, (x, x.bfloat16(), x.mT.contiguous().mT)):
         exponents = block_exponents(view, E4M3, blocks, None)
         assert same_bits(exponents, block_exponents.portable(view, E4M3, blocks, None))
-        expected = quantize_blocks.portable(view, exponents, E4M3, blocks)
+        (expected,) = quantize_block_copies.portable(view, exponents, E4M3, blocks, [False])
         part = pad(exponents, (1, 1, 1, 1))[..., 1:-1, 1:-1]  # of the exponents of a whole tensor
-        assert same_bits(quantize_blocks(view, part, E4M3, blocks), expected)
-        assert same_bits(quantize_blocks(view, exponents, E4M3, blocks), expected)
+        for given in (part, exponents):
+            (found,) = quantize_block_copies(view, given, E4M3, blocks, [False])
+            assert same_bits(found, expected)
         if blocks[0] > 1 and len(shape) > 2:
             continue
         matrix = expected.reshape(-1, shape[-1])
@@ -209,7 +209,7 @@ def operand(m: int, k: int, blocks: Blocks) -> Operand:
     """Data, exponents and blocks of a matrix of values of many magnitudes."""
     x = torch.randn(m, k) * torch.randn(m, 1).exp() * torch.randn(k).exp()
     exponents = block_exponents(x, E4M3, blocks, None)
-    return quantize_blocks(x, exponents, E4M3, blocks), exponents, blocks
+    return quantize_block_copies(x, exponents, E4M3, blocks, [False])[0], exponents, blocks
 
 
 def transpose(x: Operand) -> Operand:
@@ -285,9 +285,8 @@ def test_operators_describe_their_results() -> None:
         x = torch.randn(shape)
         exponents = block_exponents(x, E4M3, blocks, "floor")
         assert [*exponents.shape] == exponents_shape(shape, blocks)
-        qdata = quantize_blocks(x, exponents, E4M3, blocks)
+        (qdata,) = quantize_block_copies(x, exponents, E4M3, blocks, [False])
         calls.append((block_exponents, (x, E4M3, blocks, "ceil")))
-        calls.append((quantize_blocks, (x, exponents, E4M3, blocks)))
         for transposed in ([False], [True], [False, True]):
             calls.append((cast_blocks, (x, E4M3, blocks, "ceil", transposed)))
             calls.append((quantize_block_copies, (x, exponents, E4M3, blocks, transposed)))

@@ -245,7 +245,6 @@ def test_groups(used: set[str], counts: list[int]) -> None:
         "_fold_rows_of_groups",
         "_scaling",
         "_transpose",
-        "_transpose_groups",
     }
 
 

@@ -13,23 +13,15 @@ import triton
 import triton.language as tl
 
 from fp8_dist.device import current_stream, is_captured
-from fp8_dist.kernels.cuda.triton.launch import (
-    DTYPES,
-    OF_ROWS,
-    STEPS,
-    STRIPES,
-    fused,
-    matrix,
-    programs,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton.launch import DTYPES, OF_ROWS, STEPS, STRIPES
 from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims
 from fp8_dist.torch_internals import foreach_zero_
 
 
-@tuned(*OF_ROWS)
+@launch.tuned(*OF_ROWS)
 @triton.jit
 def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
     # One instance: BM rows. Moves the bytes of x once.
@@ -40,7 +32,7 @@ def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> No
     tl.store(out + i, tl.max(largest, 1), mask=i < x[1])
 
 
-@tuned(*STRIPES)
+@launch.tuned(*STRIPES)
 @triton.jit
 def _tiles(
     x: tl.tuple,
@@ -67,7 +59,7 @@ def _tiles(
         tl.atomic_max(whole, tl.max(column_amaxes, 0), sem="relaxed")
 
 
-@tuned(*OF_ROWS)
+@launch.tuned(*OF_ROWS)
 @triton.jit
 def _many(
     table: tl.tensor,
@@ -110,7 +102,7 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     return x.dtype in DTYPES and tuple(dims) in along
 
 
-@fused(amax, _takes)
+@launch.fused(amax, _takes)
 def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
     flat, by_row = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
@@ -121,7 +113,7 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     if by_row:
         bits = torch.empty(shape, dtype=torch.int32, device=x.device)
         rows = len(flat)
-        _rows(lambda chosen: (programs(rows, chosen["BM"]),), matrix(flat), bits)
+        _rows(lambda chosen: (launch.programs(rows, chosen["BM"]),), launch.matrix(flat), bits)
     else:
         bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
         _find(flat, **{"whole" if dims is None else "columns": bits})
@@ -137,13 +129,13 @@ def _find(
     """Find the bits of the amaxes of a matrix that are given, int32, filled with zeros."""
     M, K = x.shape
     _tiles(
-        lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(K, chosen["BN"])),
-        *(matrix(x), rows, columns, whole),
+        lambda chosen: (launch.programs(M, chosen["BM"] * STEPS), launch.programs(K, chosen["BN"])),
+        *(launch.matrix(x), rows, columns, whole),
         STEPS=STEPS,
     )
 
 
-@fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)
+@launch.fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)
 def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     """Compute amaxes in two launches for rows and columns; 2 bytes per bf16 element."""
     if set(covers) == {"row", "column"}:
@@ -174,7 +166,7 @@ def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool
     return first.dtype in DTYPES and first.is_contiguous() and alike and not is_captured(first)
 
 
-@fused(amax_of_tensors, _are_alike)
+@launch.fused(amax_of_tensors, _are_alike)
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
@@ -187,7 +179,7 @@ def _amax_of_each(
     table = tuple(zip(addresses, rows, columns, starts, strict=True))
     allocate = torch.empty if by_row else torch.zeros
     out = allocate(sum(counts), dtype=torch.float32, device=device)
-    splits = min(256, programs(max(rows), 32))
+    splits = min(256, launch.programs(max(rows), 32))
     _many(
         lambda chosen: (len(rows), splits),
         *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),

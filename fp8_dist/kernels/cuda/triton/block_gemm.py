@@ -7,17 +7,9 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
+from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.blocks import exponents_of_codes, multipliers_by, takes_size
-from fp8_dist.kernels.cuda.triton.launch import (
-    BlockSizes,
-    blocks,
-    float8_constants,
-    fused,
-    matrix,
-    programs,
-    raw,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton.launch import BlockSizes
 from fp8_dist.kernels.cuda.triton.rounding import from_float8, magnitude, saturated, to_float8
 
 
@@ -27,7 +19,7 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 # Larger tiles spill registers with Triton 3.6.
-@tuned(blocks(2, BM=64, BN=64), blocks(2, BM=64, BN=32))
+@launch.tuned(launch.blocks(2, BM=64, BN=64), launch.blocks(2, BM=64, BN=32))
 @triton.jit
 def _reblock(
     x: tl.tuple,
@@ -96,7 +88,7 @@ def _reblock(
         tl.store(qdata + (m + i) * K + k + j, code, mask=is_element)
 
 
-@fused(
+@launch.fused(
     reblock,
     lambda qdata, exponents, blocks, rows, *_, **__: (
         takes_size(*blocks[:2]) and takes_size(rows, blocks[1])
@@ -115,19 +107,19 @@ def _reblocked(
     data, new_exponents = empty_reblocked(qdata, rows, transposed)
 
     def grid(chosen: BlockSizes) -> tuple[int, ...]:
-        down = programs(M, max(rows, chosen["BM"]))
-        return down, programs(first_column + K, chosen["BN"])
+        down = launch.programs(M, max(rows, chosen["BM"]))
+        return down, launch.programs(first_column + K, chosen["BN"])
 
     if qdata.numel():
         _reblock(
             grid,
-            *(matrix(qdata), matrix(exponents), raw(data), new_exponents),
+            *(launch.matrix(qdata), launch.matrix(exponents), launch.raw(data), new_exponents),
             *(first_row, first_column),
             ROWS=old_rows,
             COLUMNS=columns,
             NEW_ROWS=rows,
             RULE=rule,
             TRANSPOSED=transposed,
-            **float8_constants(qdata.dtype, qdata.device),
+            **launch.float8_constants(qdata.dtype, qdata.device),
         )
     return data, new_exponents

@@ -16,21 +16,10 @@ from fp8_dist.kernels.blocks import (
     empty_exponents,
     pack_blocks,
     quantize_block_copies,
-    quantize_blocks,
 )
+from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
-from fp8_dist.kernels.cuda.triton.launch import (
-    DTYPES,
-    BlockSizes,
-    as_layouts,
-    blocks,
-    empty_layouts,
-    float8_constants,
-    fused,
-    matrix,
-    programs,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton.launch import DTYPES, BlockSizes
 from fp8_dist.kernels.cuda.triton.rounding import (
     as_fp32,
     exponents_above,
@@ -108,7 +97,7 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
     return tl.reshape(wide, [R * ROWS, C * COLUMNS])
 
 
-@tuned(blocks(4, BM=32, BN=128), blocks(4, BM=64, BN=64))
+@launch.tuned(launch.blocks(4, BM=32, BN=128), launch.blocks(4, BM=64, BN=64))
 @triton.jit
 def _cast_blocks(
     x: tl.tuple,
@@ -190,14 +179,14 @@ def _launch(
 
     One launch; 2 bytes per bf16 element, and 1 for each layout, or 0.5 if packed.
     """
-    copies, argument = empty_layouts(x, data_dtype(dtype), transposed), matrix(x)
-    layouts = as_layouts(copies, transposed)
+    copies, argument = launch.empty_layouts(x, data_dtype(dtype), transposed), launch.matrix(x)
+    layouts = launch.as_layouts(copies, transposed)
     _, M, K, *_ = argument
     rows, columns, first_row, first_column = of
 
     def grid(chosen: BlockSizes) -> tuple[int, int]:
-        down = programs(first_row + rounded_up(M), max(rows, chosen["BM"]))
-        return down, programs(first_column + K, max(columns, chosen["BN"]))
+        down = launch.programs(first_row + rounded_up(M), max(rows, chosen["BM"]))
+        return down, launch.programs(first_column + K, max(columns, chosen["BN"]))
 
     if x.numel():
         _cast_blocks(
@@ -207,19 +196,19 @@ def _launch(
             COLUMNS=columns,
             GIVEN=given,
             RULE=rule,
-            **float8_constants(dtype, x.device),
+            **launch.float8_constants(dtype, x.device),
         )
     return copies
 
 
-@fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
+@launch.fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
 def _block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     return _cast_copies(x, dtype, blocks, rule, [])[0]
 
 
-@fused(cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
+@launch.fused(cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
 def _cast_copies(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -231,14 +220,7 @@ def _cast_copies(
     return [exponents, *_launch(x, exponents, dtype, blocks, transposed, rule=rule)]
 
 
-@fused(quantize_blocks, lambda x, exponents, dtype, blocks, *_, **__: _takes(x, blocks))
-def _quantize_blocks(
-    x: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
-) -> torch.Tensor:
-    return _quantize_copies(x, exponents, dtype, blocks, [False])[0]
-
-
-@fused(quantize_block_copies, lambda x, exponents, dtype, blocks, transposed: _takes(x, blocks))
+@launch.fused(quantize_block_copies, lambda x, exponents, dtype, blocks, *_: _takes(x, blocks))
 def _quantize_copies(
     x: torch.Tensor,
     exponents: torch.Tensor,
@@ -249,7 +231,7 @@ def _quantize_copies(
     return _launch(x, exponents.contiguous(), dtype, blocks, transposed, given=True)
 
 
-@fused(
+@launch.fused(
     pack_blocks,
     lambda x, exponents, blocks: _takes(x, blocks) and not (x.shape[-1] % 2 or blocks[3] % 2),
 )

@@ -11,23 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.kernels import quantization
+from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
-from fp8_dist.kernels.cuda.triton.launch import (
-    BIAS,
-    DTYPES,
-    TILES,
-    Layouts,
-    as_layouts,
-    blocks,
-    empty_layouts,
-    float8_constants,
-    fused,
-    matrix,
-    programs,
-    raw,
-    tiles,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, TILES, Layouts
 from fp8_dist.kernels.cuda.triton.rounding import (
     indices,
     load_tile,
@@ -40,23 +27,13 @@ from fp8_dist.kernels.cuda.triton.rounding import (
     to_float8,
 )
 from fp8_dist.kernels.grouped import transposed_groups
-from fp8_dist.kernels.quantization import (
-    ALIGNMENT,
-    Tensors,
-    as_matrix,
-    cast_and_measure,
-    cast_copies,
-    cast_rows,
-    empty_transposed,
-    quantize,
-    transposed_copy,
-)
+from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 
 _WIDEST = 16384  # columns of a row that the registers of an instance hold
 
 
-@tuned(blocks(4, BLOCK=1024))
+@launch.tuned(launch.blocks(4, BLOCK=1024))
 @triton.jit
 def _scaling(
     amax: tl.tensor,
@@ -75,7 +52,7 @@ def _scaling(
     tl.store(scale + i, reciprocal(m) * FACTOR, mask=i < size)
 
 
-@tuned(*TILES)
+@launch.tuned(*TILES)
 @triton.jit
 def _cast(
     x: tl.tuple,
@@ -128,7 +105,7 @@ def _cast(
         store_transposed(copies[1], code, i, j, M, K)
 
 
-@tuned(blocks(8), blocks(4))
+@launch.tuned(launch.blocks(8), launch.blocks(4))
 @triton.jit
 def _cast_rows(
     x: tl.tuple,
@@ -153,7 +130,7 @@ def _cast_rows(
     store_tile(out, to_float8(v * m[:, None], BIAS, SOFT), i, j, M, K)
 
 
-@tuned(*TILES)
+@launch.tuned(*TILES)
 @triton.jit
 def _cast_rows_and_columns(
     x: tl.tuple,
@@ -185,10 +162,11 @@ def _cast_rows_and_columns(
     store_transposed(by_columns_t, code, i, j, M, K)
 
 
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64))
+@launch.tuned(launch.blocks(4, BM=64, BN=64), launch.blocks(4, BM=128, BN=64))
 @triton.jit
 def _transpose(
     x: tl.tensor,
+    source: tl.tensor | None,
     out: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
@@ -196,37 +174,23 @@ def _transpose(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN] of one matrix. Moves 2 bytes per element.
-    i = indices(tl.program_id(0), BM)
+    # One instance: a tile of [BM, BN] of one matrix, or of the M rows that source selects. Moves
+    # 2 bytes per element.
+    p = indices(tl.program_id(0), BM)
     j = indices(tl.program_id(1), BN)
     matrix = tl.program_id(2).to(tl.int64) * K
     columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
-    mask = (i[:, None] < M) & (j[None, :] < K)
+    i = p
+    is_row = p < M
+    if source is not None:
+        i = tl.load(source + p, mask=is_row, other=-1)
+        is_row = i >= 0
+    mask = is_row[:, None] & (j[None, :] < K)
     data = tl.load(x + matrix * M + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out + matrix * columns, tl.trans(data), j, i, K, columns)
+    store_tile(out + matrix * columns, tl.trans(data), j, p, K, columns)
 
 
-@tuned(blocks(4, BM=64, BN=64), blocks(4, BM=128, BN=64))
-@triton.jit
-def _transpose_groups(
-    x: tl.tensor,
-    source: tl.tensor,
-    out: tl.tensor,
-    P: tl.tensor,
-    K: tl.tensor,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-) -> None:
-    # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
-    p = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    i = tl.load(source + p, mask=p < P, other=-1)
-    mask = (i[:, None] >= 0) & (j[None, :] < K)
-    data = tl.load(x + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out, tl.trans(data), j, p, K, P)
-
-
-@fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
+@launch.fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
 def _scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
@@ -247,7 +211,7 @@ def find_scaling(
     """Write multipliers, and scales times a factor, in one launch; 12 bytes per amax."""
     size = amax.numel()
     _scaling(
-        lambda chosen: (programs(size, chosen["BLOCK"]),),
+        lambda chosen: (launch.programs(size, chosen["BLOCK"]),),
         *(amax, multiplier, scale, size),
         FACTOR=factor,
         POWER_OF_2=power_of_2,
@@ -294,25 +258,25 @@ def _cast_to(
         given = given.flatten()
         stride = given.stride(0)
     _cast(
-        tiles(M, K),
-        *(matrix(x), given, stride, layouts, amax, scale),
+        launch.tiles(M, K),
+        *(launch.matrix(x), given, stride, layouts, amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
-        **float8_constants(dtype, x.device),
+        **launch.float8_constants(dtype, x.device),
     )
 
 
-@fused(quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
+@launch.fused(quantization.quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
     x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> torch.Tensor:
-    (qdata,) = empty_layouts(x, dtype, [False])
-    _cast_to((raw(qdata), None), x, multiplier, dtype, saturate=saturate)
+    (qdata,) = launch.empty_layouts(x, dtype, [False])
+    _cast_to((launch.raw(qdata), None), x, multiplier, dtype, saturate=saturate)
     return qdata
 
 
-@fused(cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
+@launch.fused(quantization.cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
 def _cast_copies(
     x: torch.Tensor,
     amaxes: Sequence[torch.Tensor],
@@ -325,7 +289,7 @@ def _cast_copies(
 ) -> Tensors:
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
     scales = [torch.empty_like(amax) for amax in amaxes]
-    copies = empty_layouts(x, dtype, transposed)
+    copies = launch.empty_layouts(x, dtype, transposed)
     if (
         len(amaxes) > 1
         and not saturate
@@ -333,17 +297,17 @@ def _cast_copies(
         and [tuple(amax.shape) for amax in amaxes] == _shapes_of_scales(x)
     ):
         _cast_rows_and_columns(
-            tiles(*as_matrix(x).shape),
-            *(matrix(x), *(amax.contiguous() for amax in amaxes)),
-            *(raw(copy) for copy in copies),
+            launch.tiles(*as_matrix(x).shape),
+            *(launch.matrix(x), *(amax.contiguous() for amax in amaxes)),
+            *(launch.raw(copy) for copy in copies),
             *scales,
             POWER_OF_2=round_scales_to_power_of_2,
-            **float8_constants(dtype, x.device),
+            **launch.float8_constants(dtype, x.device),
         )
         return scales + copies
     for i, amax in enumerate(amaxes):
         _cast_to(
-            as_layouts(copies, transposed, of, i),
+            launch.as_layouts(copies, transposed, of, i),
             x,
             amax,
             dtype,
@@ -354,7 +318,7 @@ def _cast_copies(
     return scales + copies
 
 
-@fused(cast_rows, lambda x, *_, **__: _takes(x))
+@launch.fused(quantization.cast_rows, lambda x, *_, **__: _takes(x))
 def _cast_by_rows(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -366,10 +330,10 @@ def _cast_by_rows(
     Both layouts, and rows that registers do not hold, take two launches: 5 bytes per bf16 element,
     6 for both layouts.
     """
-    _, M, K, _, stride_k = argument = matrix(x)
+    _, M, K, _, stride_k = argument = launch.matrix(x)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    copies = empty_layouts(x, dtype, transposed)
-    layouts, power_of_2 = as_layouts(copies, transposed), round_scales_to_power_of_2
+    copies = launch.empty_layouts(x, dtype, transposed)
+    layouts, power_of_2 = launch.as_layouts(copies, transposed), round_scales_to_power_of_2
     if True in transposed or K > _WIDEST or stride_k != 1:
         amax = find_amax(x, covered_dims("row", x.ndim))
         _cast_to(layouts, x, amax, dtype, scale=scale, power_of_2=power_of_2)
@@ -378,16 +342,16 @@ def _cast_by_rows(
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
-            lambda chosen: (programs(M, BM), 1),
+            lambda chosen: (launch.programs(M, BM), 1),
             *(argument, layouts[0], (amax, scale)),
             POWER_OF_2=power_of_2,
-            **float8_constants(dtype, x.device),
+            **launch.float8_constants(dtype, x.device),
             **{"BM": BM, "BN": BN},
         )
     return [amax, scale, *copies]
 
 
-@fused(cast_and_measure, lambda x, *_, **__: _takes(x))
+@launch.fused(quantization.cast_and_measure, lambda x, *_, **__: _takes(x))
 def _cast_and_measure(
     x: torch.Tensor,
     known: torch.Tensor,
@@ -397,10 +361,10 @@ def _cast_and_measure(
 ) -> Tensors:
     """Cast and measure in four launches; 3 bytes per bf16 element, 4 for both layouts."""
     scale = torch.empty_like(known)
-    copies = empty_layouts(x, dtype, transposed)
+    copies = launch.empty_layouts(x, dtype, transposed)
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
     _cast_to(
-        as_layouts(copies, transposed),
+        launch.as_layouts(copies, transposed),
         x,
         known,
         dtype,
@@ -415,23 +379,23 @@ def _cast_and_measure(
     return [amax, *poisoned, *copies]
 
 
-@fused(transposed_copy, lambda x, *_: x.is_contiguous())
+@launch.fused(quantization.transposed_copy, lambda x, *_: x.is_contiguous())
 def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     """Transpose matrices in one launch; 2 bytes per element."""
     *others, M, K = x.shape
-    out = empty_transposed(x, multiple)
+    out = quantization.empty_transposed(x, multiple)
     _transpose(
-        lambda chosen: (*tiles(out.shape[-1], K)(chosen), math.prod(others)),
-        *(raw(x), raw(out), M, K),
+        lambda chosen: (*launch.tiles(out.shape[-1], K)(chosen), math.prod(others)),
+        *(launch.raw(x), None, launch.raw(out), M, K),
         MULTIPLE=multiple,
     )
     return out
 
 
-@fused(transposed_groups, lambda x, source: x.is_contiguous())
+@launch.fused(transposed_groups, lambda x, source: x.is_contiguous())
 def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))
-    _transpose_groups(tiles(P, K), raw(x), source, raw(out), P, K)
+    _transpose(launch.tiles(P, K), launch.raw(x), source, launch.raw(out), P, K, MULTIPLE=1)
     return out

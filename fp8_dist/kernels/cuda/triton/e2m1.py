@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.launch import blocks, fused, programs, tuned
+from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.rounding import indices
 from fp8_dist.kernels.e2m1 import unpack_e2m1
 
@@ -39,7 +39,7 @@ def _byte_of(code: tl.tensor) -> tl.tensor:
     return tl.minimum(index * 0x30, (index + 12) << 2) | ((code & 8) << 4)
 
 
-@tuned(blocks(4, BLOCK=4096), blocks(4, BLOCK=1024))
+@launch.tuned(launch.blocks(4, BLOCK=4096), launch.blocks(4, BLOCK=1024))
 @triton.jit
 def _unpack_e2m1(packed: tl.tensor, pairs: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     # One instance: BLOCK pairs of values, each of which it writes as one int16, so that the bytes
@@ -50,10 +50,10 @@ def _unpack_e2m1(packed: tl.tensor, pairs: tl.tensor, size: tl.tensor, BLOCK: tl
     tl.store(pairs + i, pair.to(tl.int16), mask=i < size)
 
 
-@fused(unpack_e2m1, lambda packed, out: not out.storage_offset() % 2)
+@launch.fused(unpack_e2m1, lambda packed, out: not out.storage_offset() % 2)
 def _unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
     """Unpack in one launch; 1.5 bytes per value."""
     pairs = out.view(torch.uint8).view(-1).view(torch.int16)
     if size := pairs.numel():
         data = packed.view(torch.uint8).view(-1)
-        _unpack_e2m1(lambda chosen: (programs(size, chosen["BLOCK"]),), data, pairs, size)
+        _unpack_e2m1(lambda chosen: (launch.programs(size, chosen["BLOCK"]),), data, pairs, size)

@@ -4,15 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton.launch import (
-    DTYPES,
-    blocks,
-    float8_constants,
-    fused,
-    matrix,
-    programs,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.cuda.triton.rounding import (
     as_fp32,
     from_float8,
@@ -36,7 +29,7 @@ def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
-@tuned(blocks(4, BB=8), blocks(4, BB=16))
+@launch.tuned(launch.blocks(4, BB=8), launch.blocks(4, BB=16))
 @triton.jit
 def _encode(
     x: tl.tuple,
@@ -73,7 +66,7 @@ def _decoded(
     return tl.where(c == 0x80, float("nan"), v) * scale[:, None]
 
 
-@tuned(blocks(4, BB=8), blocks(4, BB=16))
+@launch.tuned(launch.blocks(4, BB=8), launch.blocks(4, BB=16))
 @triton.jit
 def _sum(
     rows: tl.tuple,
@@ -113,7 +106,7 @@ def _sum(
     tl.store(total + row * size + j, result, mask=mask)
 
 
-@fused(encode_float8, lambda x: x.dtype in DTYPES)
+@launch.fused(encode_float8, lambda x: x.dtype in DTYPES)
 def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     count = block_count(x.shape[-1])
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -121,14 +114,14 @@ def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel():
         rows = _rows(as_matrix(x))
         _encode(
-            lambda chosen: (len(rows) * programs(count, chosen["BB"]),),
-            *(matrix(rows), codes, exponents),
-            **float8_constants(_FLOAT8, x.device),
+            lambda chosen: (len(rows) * launch.programs(count, chosen["BB"]),),
+            *(launch.matrix(rows), codes, exponents),
+            **launch.float8_constants(_FLOAT8, x.device),
         )
     return codes, exponents
 
 
-@fused(
+@launch.fused(
     sum_of_rows,
     lambda rows, exponents, local, rank: (
         (local is None or local.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
@@ -138,22 +131,22 @@ def _sum_of_rows(
     rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows in one launch."""
-    shape, size, summands = rows.shape[1:], rows.shape[-1], len(rows)
-    total = torch.empty(shape, dtype=torch.float32, device=rows.device)
+    size, summands, count = rows.shape[-1], len(rows), block_count(rows.shape[-1])
+    total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
     if local is None:
         local, rank = total, summands
     if total.numel():
         _sum(
-            lambda chosen: (total.numel() // size * programs(block_count(size), chosen["BB"]),),
+            lambda chosen: (total.numel() // size * launch.programs(count, chosen["BB"]),),
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
-            *(matrix(_rows(as_matrix(local))), total, summands, rank, size),
-            **float8_constants(_FLOAT8, rows.device),
+            *(launch.matrix(_rows(as_matrix(local))), total, summands, rank, size),
+            **launch.float8_constants(_FLOAT8, rows.device),
         )
     return total
 
 
-@fused(decode_float8)
+@launch.fused(decode_float8)
 def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), None, 0)
 

@@ -8,22 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
+from fp8_dist.kernels.cuda.triton import launch
 from fp8_dist.kernels.cuda.triton.casts import find_scaling
-from fp8_dist.kernels.cuda.triton.launch import (
-    BIAS,
-    DTYPES,
-    OF_ROWS,
-    STEPS,
-    TILES,
-    blocks,
-    float8_constants,
-    fused,
-    matrix,
-    programs,
-    raw,
-    tiles,
-    tuned,
-)
+from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, STEPS, TILES
 from fp8_dist.kernels.cuda.triton.rounding import (
     from_float8,
     indices,
@@ -42,7 +29,7 @@ from fp8_dist.kernels.folding import empty_folds, empty_group_folds, fold_gradie
 _UNIT = tl.constexpr(FOLDED_UNIT)
 
 
-@tuned(*OF_ROWS)
+@launch.tuned(*OF_ROWS)
 @triton.jit
 def _multipliers(
     grad: tl.tuple,
@@ -84,7 +71,7 @@ def _g0(
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
-@tuned(blocks(4, BM=2, BN=2048), blocks(2, BM=2, BN=1024))
+@launch.tuned(launch.blocks(4, BM=2, BN=2048), launch.blocks(2, BM=2, BN=1024))
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -121,7 +108,7 @@ def _fold_rows(
         tl.atomic_max(column_amax + j, tl.max(largest, 0), mask=j < N, sem="relaxed")
 
 
-@tuned(*TILES)
+@launch.tuned(*TILES)
 @triton.jit
 def _fold_columns(
     grad: tl.tuple,
@@ -148,7 +135,7 @@ def _fold_columns(
     store_transposed(g2_t, to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
 
 
-@fused(fold_gradient, lambda grad, *rest: grad.dtype in DTYPES and bool(rest[-1]))
+@launch.fused(fold_gradient, lambda grad, *rest: grad.dtype in DTYPES and bool(rest[-1]))
 def _fold_gradient(
     grad: torch.Tensor,
     dtype: torch.dtype,
@@ -166,29 +153,30 @@ def _fold_gradient(
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     _multipliers(
-        lambda chosen: (programs(M, chosen["BM"]),),
-        *(matrix(grad), weight_scale, multipliers, first[1]),
+        lambda chosen: (launch.programs(M, chosen["BM"]),),
+        *(launch.matrix(grad), weight_scale, multipliers, first[1]),
         BIAS=BIAS[dtype],
     )
     _fold_rows(
-        lambda chosen: (programs(M, chosen["BM"] * STEPS), programs(N, chosen["BN"])),
-        *(matrix(grad), multipliers, weight_scale, input_scale),
-        *(None if first[0] is None else raw(first[0]), bits),
+        lambda chosen: (launch.programs(M, chosen["BM"] * STEPS), launch.programs(N, chosen["BN"])),
+        *(launch.matrix(grad), multipliers, weight_scale, input_scale),
+        *(None if first[0] is None else launch.raw(first[0]), bits),
         STEPS=STEPS,
-        **float8_constants(dtype, device),
+        **launch.float8_constants(dtype, device),
     )
     if bits is not None:
         column_amax, (qdata, scale) = bits.view(torch.float32), results[-2:]
         _fold_columns(
-            tiles(M, N),
-            *(matrix(grad), multipliers[0], input_scale, column_amax, raw(qdata), scale),
-            **float8_constants(dtype, device),
+            launch.tiles(M, N),
+            *(launch.matrix(grad), multipliers[0], input_scale),
+            *(column_amax, launch.raw(qdata), scale),
+            **launch.float8_constants(dtype, device),
         )
     return results
 
 
 # A thread has W adjacent columns of all rows of a tile: threads share no column.
-@tuned(blocks(4, BM=8, BN=512), blocks(2, BM=8, BN=256))
+@launch.tuned(launch.blocks(4, BM=8, BN=512), launch.blocks(2, BM=8, BN=256))
 @triton.jit
 def _fold_rows_of_groups(
     g0: tl.tensor,
@@ -245,7 +233,7 @@ def _fold_rows_of_groups(
                 tl.store(g1 + i * N + j, to_float8(v, BIAS, SOFT), mask=mask)
 
 
-@tuned(*TILES)
+@launch.tuned(*TILES)
 @triton.jit
 def _fold_columns_of_groups(
     g0: tl.tensor,
@@ -282,7 +270,7 @@ def _takes_groups(g0: torch.Tensor, *arguments: object) -> bool:
     return g0.is_contiguous() and len(g0) > 0 and (input_scale is None or source is not None)
 
 
-@fused(fold_groups, _takes_groups)
+@launch.fused(fold_groups, _takes_groups)
 def _fold_groups(
     g0: torch.Tensor,
     scale: torch.Tensor,
@@ -302,20 +290,20 @@ def _fold_groups(
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
-        lambda chosen: (programs(M, chosen["BM"]),),
-        *(raw(g0), scale, *scales, group),
-        *(None if t is None else raw(t) for t in first),
+        lambda chosen: (launch.programs(M, chosen["BM"]),),
+        *(launch.raw(g0), scale, *scales, group),
+        *(None if t is None else launch.raw(t) for t in first),
         *(bits, M, N),
-        **float8_constants(dtype, device),
+        **launch.float8_constants(dtype, device),
     )
     if bits is not None and source is not None:
         P, (qdata, column_scale), column_amax = len(source), results[-2:], bits.view(torch.float32)
         multiplier = torch.empty_like(column_amax)
         find_scaling(column_amax, multiplier, column_scale, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
-            tiles(P, N),
-            *(raw(g0), scale, scales[1], group, source, multiplier, raw(qdata)),
+            launch.tiles(P, N),
+            *(launch.raw(g0), scale, scales[1], group, source, multiplier, launch.raw(qdata)),
             *(P, N),
-            **float8_constants(dtype, device),
+            **launch.float8_constants(dtype, device),
         )
     return results
