@@ -112,7 +112,7 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 
 def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise NotImplementedError under torch.func's transforms, for a tangent, or in a trace."""
+    """Raise NotImplementedError in torch.func's transforms, for tangents, or in jit.trace."""
     if torch.compiler.is_compiling():
         return
     if torch.jit.is_tracing():
@@ -200,7 +200,7 @@ def cast_local_copies(
 def cast_by(
     x: torch.Tensor, plan: CastPlan, statistics: Sequence[Statistics], layout: Layout | None = None
 ) -> Copies:
-    """Cast a local tensor to float8 copies with given statistics; larger values saturate.
+    """Cast a local tensor to float8 copies with given statistics; values above them saturate.
 
     Args:
         statistics: the statistics for each scheme of the plan.

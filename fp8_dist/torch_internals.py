@@ -1,8 +1,8 @@
 """Every private name of torch that the library uses, under a public name.
 
 A release of torch may rename any of them. Importing the library then raises an ImportError that
-names it and the release. The exception are attributes of FSDP2's objects: an AttributeError names
-one that is missing when it is read.
+names it and the release. Attributes of FSDP2's objects are an exception: reading one that is
+missing raises an AttributeError.
 """
 
 import gc
@@ -115,7 +115,7 @@ except (ImportError, AttributeError) as error:
         "Install another release of torch"
     ) from error
 
-# Types that stand for tensors while a graph is traced.
+# Types of the tensors that torch passes while it traces a graph.
 STAND_INS = (FakeTensor, FunctionalTensor)
 
 _PLAIN = (torch.Tensor, nn.Parameter)
@@ -192,7 +192,7 @@ def graphs_fuse_collectives() -> bool:
 
 
 def graphs_choose_gemms() -> bool:
-    """Whether Inductor may compute a GEMM by a kernel that it finds to be the fastest."""
+    """Whether Inductor may choose the kernel of a GEMM by autotuning."""
     return _is_set_in_inductor("max_autotune") or _is_set_in_inductor("max_autotune_gemm")
 
 
@@ -203,8 +203,8 @@ def _is_set_in_inductor(option: str) -> bool:
 def has_bf16_instructions() -> bool:
     """Whether torch multiplies bf16 matrices by instructions of this CPU.
 
-    oneDNN does, and respects ``ONEDNN_MAX_CPU_ISA``. It also takes AVX-512 without them, where it
-    is slower than in fp32.
+    oneDNN decides, and respects ``ONEDNN_MAX_CPU_ISA``. It also supports bf16 on AVX-512 without
+    such instructions, where bf16 is slower than fp32.
     """
     if not torch.backends.mkldnn.is_available():
         return False
@@ -224,7 +224,7 @@ def make_wrapper(
     It shares the storage of a plain ``inner`` of the same dtype and shape, so its address is that
     of the values. Otherwise it has no storage.
 
-    ``shape``: another size, and strides.
+    ``shape``: the size and strides, if they differ from those of ``inner``.
     """
     if type(inner) in (torch.Tensor, nn.Parameter) and shape is None and dtype is inner.dtype:
         return torch.Tensor._make_subclass(cls, inner)
@@ -258,7 +258,7 @@ def stable_hash(tensor: torch.Tensor) -> str:
     return blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
 
-if torch.__version__ >= "2.13":  # tensors of earlier releases make no keys
+if torch.__version__ >= "2.13":  # earlier releases have no such key
     _hash_of_dtensor = DTensor._stable_hash_for_caching
 
     def _hash_with_local(self: DTensor) -> str:
@@ -390,9 +390,9 @@ def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
 
 
 def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give another parameter the attributes of a parameter and its hooks.
+    """Copy the attributes of a parameter to another one, which shares its hooks.
 
-    The handles of the hooks remove them from both.
+    The handle of a hook removes it from both.
     """
     vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
@@ -435,7 +435,7 @@ class _LeftOutOfDDP:
 
     def __init__(self, module: nn.Module, find: Callable[[nn.Module], list[str]]) -> None:
         self.module, self.find = module, find
-        self.others = vars(module).get(_IGNORED)  # those of other code
+        self.others = vars(module).get(_IGNORED)  # FQNs that other code has set
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys([*(self.others or ()), *self.find(self.module)]))
@@ -484,7 +484,7 @@ def written_arguments(
 ) -> Sequence[Any]:
     """The arguments that an operator writes to.
 
-    All arguments of a collective, because c10d schemas do not mark mutated ones.
+    For a collective, these are all arguments: c10d schemas do not mark mutated ones.
     """
     if op.namespace == "c10d":
         return args
@@ -592,7 +592,7 @@ class FsdpParameter:
 
     @property
     def users(self) -> list[tuple[nn.Module, str]]:
-        """The modules that share the parameter, with its names; hooks are given the first."""
+        """The modules that share the parameter, each with its name there; hooks get the first."""
         info = self.own._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         return [(info.module, info.param_name), *shared]
@@ -604,7 +604,7 @@ class FsdpParameter:
 
     @property
     def unsharded(self) -> torch.Tensor | None:
-        """The parameter that FSDP2 puts in its place; None before the first gather."""
+        """The unsharded parameter; None before the first gather."""
         return getattr(self.own, "_unsharded_param", None)
 
     @cached_property
@@ -619,7 +619,7 @@ class FsdpParameter:
 
     @property
     def has_hooks(self) -> bool:
-        """Whether FSDP2 found all-gather hooks of its local tensor."""
+        """Whether FSDP2 found all-gather hooks on the local tensor."""
         return hasattr(self.own, "_extensions_data")
 
     def replace_local(self, local: Any) -> None:
@@ -633,7 +633,7 @@ class FsdpParameter:
     def forget_hooks(self) -> None:
         """Make FSDP2 gather the parameter as a plain one, after its local tensor was unwrapped."""
         self.own.reset_sharded_param()
-        # State of earlier gathers.
+        # Remove the state of earlier gathers.
         for name in ("_extensions_data", "_unsharded_param"):
             self.own.__dict__.pop(name, None)
         self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
@@ -644,12 +644,12 @@ class FsdpParameter:
         return (self.sharded if self.unsharded is None else self.unsharded).requires_grad
 
     def has_gradient(self) -> bool:
-        """Whether FSDP2 has an unsharded gradient of it."""
+        """Whether FSDP2 holds an unsharded gradient of the parameter."""
         accumulated = getattr(self.own, "unsharded_accumulated_grad", None)  # torch < 2.15
         return accumulated is not None or getattr(self.unsharded, "grad", None) is not None
 
     def has_unreduced(self) -> bool:
-        """Whether FSDP2 has a gradient that waits for a reduction."""
+        """Whether FSDP2 holds a gradient that is not fully reduced yet."""
         partial_output = getattr(self.group, "_partial_reduce_output", None)
         return partial_output is not None or self.has_gradient()
 
@@ -664,7 +664,7 @@ def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
 
 
 def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:
-    """Set gradients of one value, which share memory, on unsharded parameters."""
+    """Fill the gradients of unsharded parameters with one value; they share memory."""
     numbers: torch.Tensor | None = None
     unsharded = [param.unsharded for param in parameters if param.unsharded is not None]
     for parameter in sorted(unsharded, key=lambda param: -param.numel()):
@@ -700,7 +700,7 @@ def without_fsdp_gradient(parameter: Any) -> Any:
 
 
 def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether any of these parameters may have a gradient, also one that FSDP or a hook holds."""
+    """Whether any of these parameters may have a gradient, perhaps held by FSDP or a hook."""
     in_fsdp = {
         id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
         for param in fsdp_parameters(fsdp_groups())
@@ -782,12 +782,12 @@ def announce_fsdp_reductions(comm_class: type) -> None:
         )
         if isinstance(comm, comm_class):
             if dtype is not None and len({grad.dtype for grad in grads}) > 1:
-                # FSDP2 converts gradients that it accumulates, and refuses to mix dtypes.
+                # FSDP2 converts the gradients that it accumulates, and raises for mixed dtypes.
                 grads[:] = [grad.to(dtype) for grad in grads]
             group, new_hook = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
             bound.arguments |= {"all_reduce_group": group, "all_reduce_hook": new_hook}
             if replicas is None and hook is None and new_hook is not None:
-                # FSDP2 frees the buffer, which is of this stream, without waiting for another one.
+                # FSDP2 frees the buffer, allocated on this stream, without waiting for others.
                 bound.arguments["all_reduce_stream"] = stream
         return _foreach_reduce(*bound.args, **bound.kwargs)
 

@@ -10,26 +10,26 @@ amax is the maximum over all micro-batches of a step.
 
 Note [Passes that count]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A history must contain the amaxes of passes whose gradients an optimizer takes, and of no others.
-Passes of other kinds run with gradients enabled too: torch's pipelines infer shapes by a forward
+A history must contain the amaxes of passes whose gradients an optimizer uses, and of no others.
+Other passes run with gradients enabled, too: torch's pipelines infer shapes by a forward
 and a backward over uninitialized memory, and users warm up, measure memory, or evaluate without
 ``no_grad``. Such a pass must leave no trace, or its amax decides the scales of the next ``length``
 steps. Therefore:
 
 * A cast records nothing. Its amax belongs to the pass, as one of the tensors that autograd saves
   for it. The backward that gives the weight its gradient records the amaxes
-  (``Float8Weight.record_amaxes``). If the weight is frozen, this is a backward that accumulates any
-  gradient; if the layer has no backward at all, because its input needs no gradient either, it is
-  the forward. Forwards whose backward does not run leave nothing, and neither do backwards for the
-  gradients of inputs alone.
+  (``Float8Weight.record_amaxes``). If the weight is frozen, any backward that accumulates
+  gradients does; if the layer has no backward, because its input needs no gradient either, the
+  forward does. Nothing is recorded for a forward whose backward does not run, or by a backward that
+  computes gradients of inputs alone.
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
   the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone. If
-  the weight is frozen or computed, the parameters that get gradients tell.
+  the weight is frozen or computed, the gradients of the pass's parameters decide.
 
-Not noticed are gradients that are set to zero instead of None or taken by hooks, and passes of
-layers without a backward: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
+Gradients that are set to zero instead of None or taken by hooks, and passes of layers without a
+backward, are not noticed: :func:`fp8_dist.invalidate_float8_scales` drops what was recorded since
 the last sync. Code that takes gradients from ``.grad`` itself, or asks ``torch.autograd.grad`` for
-them, begins anew with each pass. A compiled graph sees neither which gradients a backward was asked
+them, begins a step per pass. A compiled graph sees neither which gradients a backward was asked
 for nor those of other parameters than its weights.
 """
 
@@ -51,7 +51,7 @@ from fp8_dist.torch_internals import is_selectively_checkpointed
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
-FROZEN = -1  # in place of the number of a shared input: a weight that is not trained
+FROZEN = -1  # as ``shared`` in copies_of: a weight that is not trained
 AMAXES_KEY = "float8_amax_histories"  # in the metadata of a state_dict
 
 
@@ -61,7 +61,7 @@ class AmaxHistory:
     Attributes:
         scheme: the scheme of the operand, with one scale per tensor.
         length: the number of amaxes that are kept.
-        history: fp32 ``[length]``, amaxes, the newest first, and zeros; ``None`` before the first.
+        history: fp32 ``[length]``, newest amax first, padded with zeros; ``None`` before the first.
         statistic: the amax with which the operand is cast, fp32, 0-dim: the largest in the history.
             ``None`` if there is no history.
         current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
@@ -85,7 +85,7 @@ class AmaxHistory:
         self.mesh = mesh
         self.last: torch.Tensor | None = None
         self.steps = 0
-        self._recorded_in: int | None = None  # the last backward with a weight that is trained
+        self._recorded_in: int | None = None  # the last backward whose ``begins`` was known
         self._handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -115,9 +115,9 @@ class AmaxHistory:
     ) -> tuple[Copies, torch.Tensor]:
         """Cast a tensor's local part to float8 copies; return them, and the local amax.
 
-        ``shared``: the number of the input among those that a module's layers share, from 1 on,
-        whose amax is kept for the layers (:meth:`last_of`). 0: keep none. 1 for a weight, or FROZEN
-        for one that is scaled by its own amax.
+        ``shared``: 0 keeps no amax for :meth:`last_of`. Inputs that a module's layers share are
+        numbered from 1 on, and their amax is kept. 1 for a trained weight; FROZEN for a weight that
+        is scaled by its own amax.
         """
         x, groups = local_tensor(tensor), self._groups(tensor)
         if torch.compiler.is_compiling():
@@ -289,14 +289,14 @@ def load_histories(
 ) -> None:
     """Continue the histories of a layer from saved ones. Those that were not saved start anew.
 
-    Histories that are ``restored`` stay as they are, and other ranks take over their values: the
-    metadata of a ``state_dict`` may be older than what ``Float8State`` has loaded, as in the
-    ``state_dict()`` that DCP reads into.
+    Histories that are ``restored`` keep their values, and other ranks take them over. The metadata
+    of a ``state_dict`` may be older than what ``Float8State`` has loaded: DCP, for instance, reads
+    into a ``state_dict()`` that was made before.
 
     Args:
         saved: the saved amaxes by name, the newest first.
         meshes: the meshes that the layer's operands are distributed over. Ranks that were given no
-            histories take those of other ranks. (A checkpoint that rank 0 broadcasts has none.)
+            histories take those of other ranks. (Ranks that receive a broadcast have none.)
         device: the device of the histories if there are no meshes.
 
     Collectives: an all-reduce over each mesh, of 4 bytes per amax that the histories can hold.
@@ -323,8 +323,8 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
     """Push the global amaxes of a step (fp32, one per operand) onto the histories.
 
     A non-finite amax is left out: it has poisoned the step itself, whose update may have been
-    skipped. So is an amax of 0, which ranks without a cast report too, and a negative one, of a
-    weight that no rank has used.
+    skipped. Also left out are an amax of 0, as ranks without a cast report, and a negative one,
+    of a weight that no rank has used.
 
     ``is_local``: no other rank has cast the operands.
     """
@@ -348,7 +348,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
         empty = new.new_zeros(length)
         before = [histories[i].history for i in members]
         old = torch.stack([empty if row is None else row.to(new.device) for row in before])
-        # The rows of an amax that is left out stay, so the host reads no values.
+        # A row whose amax is left out stays. The device decides, so the host reads no values.
         rows = torch.where(new > 0, torch.cat([new, old[:, :-1]], dim=1), old)
         advance_to([histories[i] for i in members], rows)
 

@@ -98,7 +98,7 @@ class OperandSpec(NamedTuple):
     """An operand, or the planned cast of a weight, without its tensors."""
 
     places: Sequence[int]  # the indices of its tensors in a flat list
-    rest: tuple[Any, ...] = ()  # the other fields; none of an operand in high precision
+    rest: tuple[Any, ...] = ()  # the other fields; empty for an operand in high precision
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Local:
         first, *scales = [flat[i] for i in self.places]
@@ -131,7 +131,7 @@ def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Sp
 
 
 def _place(tensor: torch.Tensor, flat: list[torch.Tensor]) -> int:
-    """The index of a tensor in a list, to which it is added if it is not there."""
+    """Return the index of a tensor in a list, after appending it if it is missing."""
     for i, listed in enumerate(flat):
         if listed is tensor:
             return i
@@ -149,7 +149,7 @@ def _gemm(
 ) -> torch.Tensor:
     """Run one of the three GEMMs on local operands ``[..., K]``.
 
-    ``layouts``: those of the operands, which grad_weight and observers need.
+    ``layouts``: the operands' layouts, for grad_weight and for observers.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
@@ -233,7 +233,7 @@ class _Pass(NamedTuple):
     """Facts about the running backward pass, found by the first layer that it reaches."""
 
     number: int = -1
-    accumulates: bool = False  # gradients of leaves
+    accumulates: bool = False  # whether it accumulates gradients of leaves
     begins: bool = False  # no parameter among these leaves has a gradient yet
 
 
@@ -241,7 +241,7 @@ _last_pass = _Pass()
 
 
 def _pass_of(node: Any) -> _Pass:
-    """The backward that runs a node."""
+    """Facts about the backward pass that runs a node."""
     global _last_pass
     if _last_pass.number != backward_id():
         leaves = [leaf.variable for leaf in _leaves(node) if backward_runs(leaf)]
@@ -255,7 +255,7 @@ def _is_training_pass(node: Any) -> tuple[bool, bool | None]:
     """Whether the backward of a layer belongs to a pass that counts (Note [Passes that count]).
 
     The second result is whether the pass begins to accumulate gradients; None if the weight's own
-    gradient tells. A graph computes the same gradients in any backward, so there each counts.
+    gradient decides. A graph computes the same gradients in each backward, so every one counts.
     """
     if torch.compiler.is_compiling():
         return True, None
@@ -350,7 +350,7 @@ class _LinearFunction(torch.autograd.Function):
         saved, (x_spec, w_spec, recast_spec, *amax_specs) = ctx.saved_tensors, ctx.specs
         amaxes = {n: amax.operand(saved) for n, amax in zip(ctx.names, amax_specs, strict=True)}
         if not (needs_input or needs_weight):
-            # Only the bias is trained, of a plain layer. (That of a DTensor is added elsewhere.)
+            # Only the bias is trained. (In eager code _FinishOutput adds that of a DTensor output.)
             grad_bias = _recorded(grad_bias, spec.owner, amaxes, begins)
             return None, None, grad_bias, *unused
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
@@ -378,7 +378,7 @@ class _LinearFunction(torch.autograd.Function):
                 grad_input = layout.wrap(grad_input)
                 # If this layer gathered the input, it also reduce-scatters the gradient. An input
                 # that arrived gathered gets a Partial gradient, so that all layers that take it
-                # share one reduction, unless this layer has a transport for it.
+                # share one reduction, unless this layer has a ``reduce_transport``.
                 axes = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
                 transport = spec.reduce_transport
                 target = tuple(
@@ -421,7 +421,7 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
 def _recast(
     weight: torch.Tensor, recast: Recast, grad: torch.Tensor, spec: LinearSpec
 ) -> Quantized:
-    """Cast a weight that FSDP2 has gathered again for the backward.
+    """Cast, in the backward, a weight that FSDP2 has gathered again; unpack a stored one.
 
     The cast takes the gradient as an argument, because a graph would otherwise compute it in the
     forward and keep the float8 copy.
@@ -437,8 +437,8 @@ def _recast(
 def _recorded(operand: Any, owner: Any, amaxes: Amaxes, begins: bool | None = None) -> Any:
     """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 
-    ``operand``: an operand of the pass that is not in flight, on which the recording depends. A
-    graph would leave it out otherwise.
+    ``operand``: an operand of the pass that is not in flight. In a graph the recording takes it and
+    returns a copy, because the graph would drop an operator whose result is not used.
     """
     if not torch.compiler.is_compiling():
         owner.record_amaxes(amaxes, begins)

@@ -26,12 +26,12 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
 
 
 def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
-    """Raise ValueError if the local input has other features than the local weight."""
+    """Raise ValueError if the local input and the local weight differ in their features."""
     w_layout, x_layout = Layout.of(weight), Layout.of(input)
     if w_layout is None or x_layout is None:
         return
     for w, x in zip(w_layout.placements, x_layout.placements, strict=True):
-        # (An input in several pieces is moved before it is multiplied.)
+        # (A _StridedShard input is redistributed before the GEMM.)
         if type(w) is type(x) is Shard and (w.dim, x.dim) == (1, input.ndim - 1):
             features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
             if features != size:
@@ -52,7 +52,7 @@ def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
 
 
 def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if the cast of a prepared input is not the one that the layer takes."""
+    """Raise ValueError if a prepared input was not cast as the layer's config requires."""
     scheme = config.recipe.gather_scheme["input"]
     if scheme is None or scheme.key != input.key:
         needed = _described(scheme) if scheme else "two different casts of it, or high precision"
@@ -65,7 +65,7 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
 
 
 def check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if FSDP2 gathered a shared weight in the cast of another layer.
+    """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it.
 
     ``schemes``: the schemes of the weight in this layer.
     """

@@ -17,7 +17,7 @@ from fp8_dist.mesh import Placements, as_dtensor, sharded_dim
 class LocalPlacements(NamedTuple):
     """Declared placements of a weight and an input that are plain local tensors.
 
-    (The layer's ``output_placements`` has that of the output.)
+    (The layer's ``output_placements`` has the placement of the output.)
     """
 
     mesh: DeviceMesh  # 1-D

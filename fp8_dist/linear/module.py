@@ -62,16 +62,16 @@ class Float8Linear(nn.Linear):
     nn.Linear's arguments and ``config``.
 
     Collectives: none on one device. On DTensors, those of the table in :mod:`fp8_dist.mesh.rules`.
-    If the values of one scale are sharded and the scale is not known yet, also an all-reduce of 4
-    bytes per scale.
+    If a scale covers sharded values, and is neither cached nor from a history, also an all-reduce
+    of 4 bytes per scale.
 
     Attributes:
         config: the configuration of casts and GEMMs.
         fqn: the layer's name in the converted model, for messages.
-        output_placements: the placements of a DTensor output; ``None`` keeps the placements in
-            which the GEMM leaves it. The tensor-parallel styles set it.
-        reduce_transport: the encoding of the summands of the output and of grad_input. The styles
-            and ``declare_placements`` set it.
+        output_placements: the placements of a DTensor output; ``None`` keeps the placements
+            that the GEMM produces. The tensor-parallel styles set it.
+        reduce_transport: the encoding in which summands of the output and grad_input are sent.
+            The styles and ``declare_placements`` set it.
         local_placements: the placements of plain local tensors on a mesh, if they are declared.
             ``fp8_dist.tensor_parallel.declare_placements`` sets it.
         float8_weight: the object that casts the weight.
@@ -81,12 +81,12 @@ class Float8Linear(nn.Linear):
             ``PrepareFloat8ModuleInput`` and ``share_input`` set it.
         histories: the amax history of each operand whose scaling is DELAYED, and the history of an
             input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
-        hidden_attributes: attributes of the nn.Linear that had the names of these.
+        hidden_attributes: the nn.Linear's own ones of these names, for ``become_linear``.
     """
 
     prepared_by: frozenset[str] = frozenset()
     prepared_input: AmaxHistory | None = None
-    plain_class: ClassVar[type[nn.Linear]] = nn.Linear  # of the layer before its conversion
+    plain_class: ClassVar[type[nn.Linear]] = nn.Linear  # the class before conversion
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Float8Linear(nn.Linear):
     ) -> "Float8Linear":
         """Create a float8 layer that shares the parameters, hooks and attributes of ``mod``.
 
-        Whatever refers to ``mod`` goes on using it; :func:`fp8_dist.convert_to_float8_training`
+        References to ``mod`` are not redirected; :func:`fp8_dist.convert_to_float8_training`
         converts in place.
 
         Args:
@@ -118,7 +118,7 @@ class Float8Linear(nn.Linear):
         Raises:
             TypeError: ``mod`` is not an nn.Linear or has a quantized weight, or ``config`` is not a
                 Float8LinearConfig.
-            ValueError: the instance ``mod`` has a ``forward`` of its own.
+            ValueError: ``forward`` was replaced on the instance ``mod``.
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
@@ -138,7 +138,7 @@ class Float8Linear(nn.Linear):
             attributes = {n: v for n, v in attributes.items() if n not in _OWN_ATTRIBUTES}
             attributes |= mod.hidden_attributes
         for name, value in attributes.items():
-            # Copy containers (parameters, hooks), and share what they hold.
+            # Copy containers (parameters, hooks), and share their contents.
             new.__dict__[name] = value.copy() if isinstance(value, dict | set) else value
         own_load_hooks(new)
         new._set_up(config, fqn)
@@ -184,20 +184,20 @@ class Float8Linear(nn.Linear):
             TypeError: the input is not floating point.
             ValueError: the input's last dim is not ``in_features``; the input and the weight are
                 neither DTensors on one mesh nor both plain; features are misaligned
-                (``pad_inner_dim``); a float8 input or gathered weight has another cast than the
-                config; ``reduce_transport`` does not apply; or local tensors do not fit their
+                (``pad_inner_dim``); a float8 input or gathered weight was not cast as the config
+                requires; ``reduce_transport`` does not apply; or local tensors do not fit their
                 declared placements.
             NotImplementedError: the input is nested or sparse, a transform of ``torch.func`` or
                 forward-mode differentiation is active, torch.jit.trace runs, or a layer with
                 DELAYED scales is exported or captured in a CUDA graph.
         """
         check_layout(self.fqn, input)
-        # Each access runs a property that gathers the weight (SimpleFSDP), or a parametrization.
+        # Read it once: each access may run a parametrization, or a gather (SimpleFSDP).
         declared, weight = self.local_placements, self.weight
         if declared is None:
             return self._forward(input, weight, self.bias, self.reduce_transport, weight)
         declared.check(input, weight, self.output_placements, self.fqn)
-        # A DTensor is the result of share_input, which reduces the gradient itself.
+        # A DTensor input is the result of share_input, which reduces the gradient itself.
         transport = None if isinstance(input, DTensor) else self.reduce_transport
         operands = declared.distributed(input, weight, self.bias)
         output = self._forward(*operands, transport, weight)
@@ -292,7 +292,7 @@ class Float8Linear(nn.Linear):
     def become_linear(self) -> None:
         """Convert the layer to an nn.Linear in place: the inverse of :func:`become_float8`.
 
-        A weight that FSDP2 gathers in float8 must be unwrapped before.
+        A weight that FSDP2 gathers in float8 must be unwrapped first.
         """
         hidden = self.hidden_attributes
         for name in _OWN_ATTRIBUTES:
@@ -332,7 +332,7 @@ class Float8Linear(nn.Linear):
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
     ) -> None:
-        # The last pre-hook, because others may change what is loaded.
+        # Run load_weights as the last pre-hook, because others may change the entries.
         with self.register_load_state_dict_pre_hook(load_weights):
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         errors, key = args[-1], f"{prefix}weight"
@@ -347,8 +347,8 @@ class Float8Linear(nn.Linear):
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:
     """Convert an nn.Linear to a Float8Linear in place.
 
-    Hooks, closures and lists that refer to the layer refer to the converted one. An instance of a
-    subclass of nn.Linear remains one. The weight is not changed.
+    Hooks, closures and lists that refer to the layer refer to the converted one. If it is an
+    instance of a subclass of nn.Linear, it stays one. The weight is not changed.
 
     Raises:
         TypeError: ``config`` is not a Float8LinearConfig.
@@ -368,7 +368,7 @@ def _checked(config: Float8LinearConfig | None) -> Float8LinearConfig:
 
 @cache
 def _float8_class(plain: type[nn.Linear]) -> type[Float8Linear]:
-    """Return the class of a converted layer, given that of the layer."""
+    """Return the class of a converted layer, given its class before conversion."""
     if plain is nn.Linear:
         return Float8Linear
     body = {"plain_class": plain, "__module__": plain.__module__}
@@ -378,14 +378,14 @@ def _float8_class(plain: type[nn.Linear]) -> type[Float8Linear]:
 
 
 def _new_layer(plain: type[nn.Linear]) -> Float8Linear:
-    """Make a converted layer, whose state follows, given its class before (for pickle and copy)."""
+    """Make a converted layer without state, given its class before (for pickle and copy)."""
     cls = _float8_class(plain)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
 @cache
 def _plain_class(cls: Any) -> Any:
-    """Return the class of a layer before its conversion, or the one that fully_shard derives."""
+    """Return a layer's class before conversion; rebuild a class that fully_shard derived."""
     if "plain_class" in vars(cls):
         return cls.plain_class
     bases = [_plain_class(b) if issubclass(b, Float8Linear) else b for b in cls.__bases__]
@@ -431,8 +431,8 @@ def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> l
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Drop the cached scales of the weights in ``module``.
 
-    Also dropped are the amaxes that DELAYED scales have recorded since the last sync, as after a
-    dry run whose gradients were set to zero (instead of None, which is noticed).
+    Also drop the amaxes that DELAYED scales have recorded since the last sync. This is needed after
+    a dry run whose gradients were set to zero. (Setting them to None is noticed.)
 
     Call it, on all ranks, after changes that can't be noticed: writes through the tensors of
     ``state_dict()`` by foreach ops, ``.data`` or collectives, and through numpy. The table of
@@ -484,7 +484,7 @@ def why_unconvertible(layer: nn.Linear) -> str:
 def other_users(
     module: nn.Module, parameters: Mapping[str, torch.Tensor], known: Iterable[nn.Module]
 ) -> list[str]:
-    """Describe each use of the parameters, by FQN, in a module not ``known``, with a phrase."""
+    """Describe, in a phrase each, the uses of parameters (by FQN) in modules not ``known``."""
     fqns = {id(parameter): fqn for fqn, parameter in parameters.items()}
     known_modules = set(known)
     return [

@@ -1,4 +1,4 @@
-"""Casts and redistributes the operands of a linear layer's GEMMs.
+"""Casts and redistributions of the operands of a linear layer's GEMMs.
 
 If one float8 copy serves all GEMMs of an operand, the operand is cast first and moved as float8.
 Otherwise it is moved in high precision and cast where it arrives.
@@ -55,13 +55,13 @@ class LinearSpec(NamedTuple):
     owner: Owner  # the layer's float8_weight
     training: bool  # whether a backward may follow the forward
     prepared_input: AmaxHistory | None  # the amax history of an input that layers share
-    reduce_transport: Encoding = None  # of the sums of the output and of grad_input
+    reduce_transport: Encoding = None  # for sums of the output and grad_input over ranks
 
 
 class Recast(NamedTuple):
-    """Description of a cast of the local weight in the backward, with known global statistics.
+    """A cast of the local weight that the backward makes, and the global statistics for it.
 
-    A weight that is stored in packed form is only unpacked. ``statistics`` are its scales.
+    A weight that is stored in packed form is only unpacked, and ``statistics`` are its scales.
     """
 
     statistics: Statistics
@@ -70,7 +70,7 @@ class Recast(NamedTuple):
     splits_blocks: bool
 
     def cast(self, local: torch.Tensor, after: torch.Tensor | None = None) -> Quantized:
-        """Cast the local weight; ``after``: as in :func:`fp8_dist.scaling.cast`."""
+        """Cast the local weight; ``after``: ``depends_on`` of :func:`fp8_dist.scaling.cast`."""
         if isinstance(local, StoredFloat8):
             qdata, scales = local.unpacked(self.scheme, after), self.statistics
         else:
@@ -84,7 +84,7 @@ class WeightCasts(NamedTuple):
 
     Attributes:
         output, grad_input: the copies that these GEMMs take, which may be the same copy. ``None``
-            means that the GEMM takes the weight in high precision, or by ``recast``.
+            means that the GEMM takes the weight in high precision, or what ``recast`` makes.
         recast: the cast for grad_input, if it is made in the backward. The weight is then stored in
             packed form, or it is FSDP2's unsharded high-precision parameter, which FSDP2 frees
             between forward and backward: a float8 copy would outlive it.
@@ -110,9 +110,9 @@ def scheme_of_move(
     target: Placements | None,
     ndim: int,
 ) -> Scheme | None:
-    """The one scheme for all GEMMs with which an operand is cast before it is redistributed.
+    """The scheme by which an operand is cast for all GEMMs before it is redistributed.
 
-    ``None`` if it is redistributed in high precision. It follows from facts that all ranks share.
+    ``None`` if it moves in high precision. The result depends only on facts that all ranks share.
 
     Args:
         schemes: the scheme that each GEMM takes, or ``None`` for high precision.
@@ -141,7 +141,7 @@ def checked_scheme_of_move(
     config: Float8LinearConfig,
     fqn: str,
 ) -> Scheme | None:
-    """Run :func:`scheme_of_move`, and warn of an operand that can't move in float8 as it stands."""
+    """Run :func:`scheme_of_move`, and warn if placements prevent a move in float8."""
     placements = tuple(tensor.placements)
     scheme = scheme_of_move(schemes, placements, target, tensor.ndim)
     gathered = config.recipe.gather_scheme[operand]
@@ -233,7 +233,7 @@ def prepare_gradients(
     scheme = spec.config.recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
     if isinstance(grad, DTensor):
-        # For its warning.
+        # Called only for its warning.
         checked_scheme_of_move(grad, "grad_output", (scheme,), placements, spec.config, spec.fqn)
     pairs: dict[Gemm, tuple[Local, Local]] = {}
     if len(folds) < len(gemms):
@@ -279,7 +279,7 @@ def cast_input(x: torch.Tensor, plan: CastPlan) -> Copies:
 
 
 class _CachedCast(NamedTuple):
-    """The copies of an input, cached as long as autograd keeps the one that it saves."""
+    """The float8 copies of an input, cached until autograd frees the one that it saved."""
 
     source: ReferenceType[torch.Tensor]  # only compared by identity
     key: Any
@@ -293,8 +293,8 @@ _cached_cast: _CachedCast | None = None  # the last cast
 
 
 def _cache_key(x: torch.Tensor) -> Any:
-    """The key of a cast among the casts of a tensor and its views; None if it can't be cached."""
-    if not can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must hold the cast itself
+    """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
+    if not can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must contain the cast
         return None
     if (version := version_of(x)) is None:
         return None
@@ -340,7 +340,7 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
-    """Wait for an operand that may be in flight; ``scheme`` is that of a float8 one."""
+    """Wait for an operand that may be in flight; ``scheme``: the scheme of a float8 operand."""
     if isinstance(operand, Quantized):
         return operand
     local = local_tensor(operand)

@@ -1,7 +1,7 @@
 """Hooks of any optimizer's step.
 
-Before the step, an optimizer that holds replaced parameters is refused. After it, attached updates
-run.
+Before a step, a hook raises if the optimizer holds replaced parameters. After it, a hook runs the
+attached updates.
 """
 
 import weakref
@@ -28,8 +28,8 @@ from fp8_dist.torch_internals import (
     when_backward_ends,
 )
 
-# The attribute of an optimizer that holds the calls after its steps. (A global table would keep an
-# optimizer alive that is an attribute of the module that a call refers to.)
+# The attribute of an optimizer that holds the calls after its steps. (In a global table, a call
+# would keep its module alive, and with it an optimizer that is an attribute of the module.)
 _CALLS = "_fp8_dist_after_steps"
 # Replaced parameters: the (first) module that had it, its name there, the FQN of the module.
 _replaced: Any = WeakTensorKeyDictionary()
@@ -42,8 +42,8 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     one. If they step within a backward pass, each as soon as its gradients are ready and in any
     order, it runs when the backward pass has ended.
 
-    A global hook runs it, because torch runs it after all of an optimizer's own post-step hooks,
-    which may write to weights.
+    ``call`` runs in a global hook, because torch runs global hooks after an optimizer's own
+    post-step hooks, which may write to weights.
     """
     _register_once(register_optimizer_step_post_hook, _on_optimizer_step)
     queued_in: int | None = None  # the last backward pass that the call was queued for
@@ -86,7 +86,7 @@ def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
     """Check that no parameter of an optimizer was replaced by one that is trained.
 
     Raises:
-        ValueError: one was, so a step would leave the new parameter as it is.
+        ValueError: one was replaced, so a step would not update the new parameter.
     """
     if not _replaced:
         return

@@ -3,8 +3,8 @@
 Whether a weight's statistics are cached depends on what happened since the last step. A compiled
 graph must not decide that when it is traced, and guards on it would recompile. Selective activation
 checkpointing must not see it either: if a recomputation found statistics that the forward had to
-compute, saved results would be assigned to the wrong operators. In both cases a custom op looks up
-or measures.
+compute, saved results would be assigned to the wrong operators. In both cases a custom op looks the
+statistics up or measures them.
 
 A handle identifies the object that has the state. It is a tensor, and an input of the graph like
 any other, so layers can share a graph. Each query is defined next to the class that it reads.

@@ -107,7 +107,7 @@ class StoredWeight(NamedTuple):
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        """Cast values in high precision into the weight, in place.
+        """Cast high-precision values to float8, and write them to the weight in place.
 
         ``values`` has the shape of the weight; a DTensor, if the weight is one.
 
@@ -146,7 +146,7 @@ class StoredWeight(NamedTuple):
         return {self.name: _entry(self.data, data), self.scales_name: self.scales_entry()}
 
     def scales_entry(self) -> torch.Tensor:
-        """The entry of the scales: in fp32, or in e8m0 if they are exponents that were so."""
+        """The entry of the scales: in fp32, or in e8m0 for exponents that were loaded in it."""
         scales, e8m0 = self.local_scales.plain, torch.float8_e8m0fnu
         if scales.dtype is torch.uint8 and self.local_scales.saved_as is e8m0:
             scales = scales.view(e8m0)
@@ -164,8 +164,8 @@ class StoredWeight(NamedTuple):
         Collectives: for a DTensor in high precision, those of :meth:`write`.
 
         Raises:
-            ValueError: the data or the scales have another dtype, the scales are missing, or they
-                are not those of the scheme, or the data has other values.
+            ValueError: the data or the scales have another dtype, the scales are missing or do not
+                fit the scheme, or the data has values that the scheme lacks.
         """
         data, stored_scales, scheme = self.local_data, self.local_scales, self.scheme
         key, scales_key = prefix + self.name, prefix + self.scales_name
@@ -199,7 +199,7 @@ def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
     """Check that a state dict has no float8 data for a weight in high precision.
 
     Raises:
-        ValueError: it has, and torch would load the data as values, without the scales.
+        ValueError: it has such data, which torch would load as values, without the scales.
     """
     entry = state.get(key)
     if isinstance(entry, torch.Tensor) and is_float8(dtype := local_tensor(entry).dtype):
@@ -219,7 +219,7 @@ class StoredEntry(DTensor):
     # (It inherits __slots__, by which torch copies DTensors.)
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = self.detach()
-        plain.__class__ = DTensor  # files are read where this library is not installed
+        plain.__class__ = DTensor  # so that files load without this library
         return plain.__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
@@ -252,7 +252,7 @@ def _entry(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def counts(scales: Sequence[int], entry: Sequence[int]) -> list[int]:
-    """Return how many scales an entry of a checkpoint has along each dim, by their shape.
+    """Return how many scales an entry of a checkpoint has along each dim, given both shapes.
 
     The scale of a whole tensor has one element, with any number of dims, and scales of rows are
     ``[N]`` or ``[N, 1]``.
@@ -267,7 +267,7 @@ def check_values(qdata: torch.Tensor, scheme: Scheme, name: str) -> None:
     """Check that float8 data of a checkpoint has no values that a scheme of four bits lacks.
 
     Raises:
-        ValueError: it has.
+        ValueError: it has such values.
     """
     if scheme.packed_dtype is None or qdata.is_meta:
         return
@@ -300,10 +300,10 @@ def checked_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def fitted(scales: torch.Tensor, shape: Sequence[int], scheme: Scheme, name: str) -> torch.Tensor:
-    """Return the scales of a checkpoint's entry of a shape as a weight of a scheme stores them.
+    """Convert a checkpoint's scales of an entry of ``shape`` to the form that is stored.
 
     Raises:
-        ValueError: the scheme has scales of other rows or blocks; or as :func:`as_stored`.
+        ValueError: the scales cover other rows or blocks; or as :func:`as_stored`.
     """
     (level,) = scheme.levels
     size = level.shape(shape)
@@ -320,11 +320,11 @@ def fitted(scales: torch.Tensor, shape: Sequence[int], scheme: Scheme, name: str
 def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> torch.Tensor:
     """Convert scales to the dtype in which they are stored: fp32, or uint8 for exponents.
 
-    ``name``: of the entry, if they are from a checkpoint.
+    ``name``: the name of the entry, for scales from a checkpoint.
 
     Raises:
-        ValueError: those of a checkpoint are refused by :func:`checked_scales`, or are not powers
-            of two, although the scheme has exponents.
+        ValueError: a checkpoint's scales are refused by :func:`checked_scales`, or are not powers
+            of two, but the scheme has exponents.
     """
     if name is not None:
         scales = checked_scales(scales, name)
@@ -337,7 +337,7 @@ def as_stored(scales: torch.Tensor, scheme: Scheme, name: str | None = None) -> 
     stored = (scales.view(torch.int32) >> 23).to(torch.uint8)
     if name is None or scales.is_meta:
         return stored
-    # NaN stands for infinity too.
+    # The exponent of NaN also encodes infinity.
     if not torch.equal(fp32_scales(stored).nan_to_num(), scales.nan_to_num(posinf=0.0)):
         raise ValueError(
             f"{name} are not powers of two, and the layer's scheme has exponents; convert the "

@@ -2,23 +2,23 @@
 
 Terms:
 
-* *parameter*: the tensor that is currently registered as ``layer.weight``. FSDP2 exchanges it: it
-  is the *sharded parameter* between uses and the *unsharded parameter* while the layer runs.
+* *parameter*: the tensor that is currently registered as ``layer.weight``. FSDP2 swaps it: the
+  *sharded parameter* is registered between uses, the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
 
 Where the parameter is cast depends on how it is distributed:
 
-* Not at all, or by tensor parallelism: the forward casts the shard, for the backward too
+* On one device, or with tensor parallelism: the forward casts the shard, also for the backward
   (:meth:`Float8Weight.forward_casts`).
-* By FSDP2 with float8 gathers: FSDP2 gathers the cast of the shard
+* With FSDP2 and float8 gathers: FSDP2 gathers the cast of the shard
   (:meth:`Float8Weight.gather_cast`). In the forward the parameter is a ``Float8Tensor``.
-* By FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
+* With FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
   backward casts it again, because FSDP2 frees it in between.
-* Nowhere, if it is stored in float8 (:mod:`fp8_dist.linear.stored`).
+* Stored in float8: it is not cast (:mod:`fp8_dist.linear.stored`).
 
 Statistics that need other ranks are looked up in the weight's tensor; see Note [What is known of a
 weight] in :mod:`fp8_dist.tensor.known`. Others are measured. In compiled graphs and under selective
-activation checkpointing a custom op looks up or measures (``runtime_ops``).
+activation checkpointing a custom op looks them up or measures them (``runtime_ops``).
 """
 
 import weakref
@@ -102,7 +102,7 @@ class GatherPlan:
     Attributes:
         layout: the layout of the sharded parameter.
         arrives: the layout of the unsharded parameter.
-        kept: the statistics that are cached. With DELAYED scales, the history has them.
+        kept: which statistics are cached. (Those of DELAYED scales are in the history.)
         cast: the cast of the shard.
         position: start and ``splits_blocks`` of the shard, as in :class:`Quantized`.
         position_of_whole: start and ``splits_blocks`` of the unsharded parameter.
@@ -125,7 +125,7 @@ class GatherPlan:
 class Float8Weight:
     """A parameter of two dims or more that is multiplied in float8.
 
-    It is trained, and cast in each step; or frozen and :meth:`stored` in float8. A copy of the
+    It is in high precision and cast at use, or frozen and :meth:`stored` in float8. A copy of the
     layer gets a new object. The reference to the module is weak.
 
     Attributes:
@@ -157,7 +157,7 @@ class Float8Weight:
         self.fsdp: FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
         self.scales_ready: QueuedWork | None = None
-        self._plan: tuple[tuple[Any, ...], GatherPlan] | None = None  # what it depends on; itself
+        self._plan: tuple[tuple[Any, ...], GatherPlan] | None = None  # its inputs, the plan
 
     def __reduce__(self) -> Any:
         return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
@@ -188,7 +188,7 @@ class Float8Weight:
     def replace(self, new: torch.Tensor) -> None:
         """Replace the parameter; the new one gets its attributes and hooks.
 
-        The steps of optimizers that hold the old one are refused.
+        If the new one is trained, later steps of optimizers that hold the old one raise.
         """
         old = self.parameter()
         if new is not old:
@@ -198,13 +198,13 @@ class Float8Weight:
 
     @property
     def is_registered(self) -> bool:
-        """Whether it is a parameter of the module, neither parametrized nor flattened."""
+        """Whether the weight is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
 
     def may_have_gradient(self) -> bool:
         """Whether a gradient was accumulated for the parameter, or a hook may have taken it.
 
-        Hooks accumulate gradients elsewhere, in fp32 for instance.
+        A hook may accumulate gradients elsewhere, for instance in fp32.
         """
         for parameter in (self.parameter(), self.master()):
             if parameter.grad is not None or has_hooks_after_accumulation(parameter):
@@ -217,7 +217,7 @@ class Float8Weight:
         return KnownWeight.unwrap(local_tensor(parameter))
 
     def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
-        """The layout of a parameter, by default the layer's, as a DTensor or as declared."""
+        """The declared layout of a parameter (by default the layer's), or that of its DTensor."""
         parameter = self.parameter() if parameter is None else parameter
         declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
         if declared is None:
@@ -232,18 +232,18 @@ class Float8Weight:
         return None if self.fsdp is None else replicated_over(sharded, self.fsdp.mesh)
 
     def forward_layout(self, weight: torch.Tensor) -> Layout | None:
-        """The layout of a forward's weight, also over the ranks that FSDP2 gathers it on."""
+        """The layout of a forward's weight; with FSDP2, replicated over the mesh that shards it."""
         sharded = None if self.fsdp is None else self.layout(self.master())
         return self.layout(weight) if sharded is None else self.gathered_layout(sharded)
 
     @property
     def gathered_as(self) -> torch.dtype | None:
-        """The dtype in which FSDP2 gathers it in high precision; None: its own, or in float8."""
+        """The dtype of FSDP2's gather; None: the weight's own, float8, or there is no gather."""
         return None if self.fsdp is None or self.fsdp.has_hooks else self.fsdp.param_dtype
 
     @property
     def device(self) -> torch.device:
-        """The device on which the scales are used, even with CPU offload."""
+        """The device on which the scales are used: with CPU offload, that of the mesh."""
         layout, device = self.layout(), self.shard().device
         if layout is None or layout.mesh.device_type == device.type:
             return device
@@ -264,8 +264,8 @@ class Float8Weight:
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.
 
-        It shares the version counters, including that of the local tensor, so writes to it are
-        noticed. It is the sharded parameter, if FSDP2 has gathered this one in float8.
+        The result shares the version counters, including that of the local tensor, so writes to it
+        are noticed. If FSDP2 has gathered the parameter in float8, it is the sharded parameter.
         """
         if isinstance(local_tensor(parameter), Float8Tensor):
             parameter = self.master()
@@ -282,7 +282,7 @@ class Float8Weight:
         ``weight``: the weight of a forward, which other code may have computed from the parameter.
         With FSDP2, the result is the sharded parameter.
 
-        Collectives: those of :meth:`StoredWeight.dequantized`.
+        Collectives: for a stored weight, those of :meth:`StoredWeight.dequantized`.
         """
         if (stored := self.stored()) is not None:
             return stored.dequantized()
@@ -292,7 +292,7 @@ class Float8Weight:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is stored in float8."""
+        """Whether the weight is stored in float8."""
         return isinstance(local_tensor(self.parameter()), StoredFloat8)
 
     def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
@@ -307,9 +307,9 @@ class Float8Weight:
     def store(
         self, qdata: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, packs: bool
     ) -> None:
-        """Replace the weight, of ``dtype``, by two new parameters for its data and its scales.
+        """Replace the weight by two new parameters, for its data and its scales.
 
-        ``packs``: whether the data is packed.
+        ``dtype``: its dtype in high precision. ``packs``: whether the data is packed.
         """
         (scheme,) = self.schemes
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
@@ -323,13 +323,13 @@ class Float8Weight:
         )
 
     def share(self, data: torch.Tensor, scales: nn.Parameter) -> None:
-        """Take the parameters of a stored weight, which another layer may have too."""
+        """Register the parameters of a stored weight, which another layer may share."""
         self.module.register_parameter(self.scales_name, scales)
         self.replace(data)
         self.bind(self.parameter())
 
     def bind(self, parameter: torch.Tensor | None) -> None:
-        """Let in-place additions to the parameter reach this object (``StoredFloat8.write``)."""
+        """Pass in-place additions to the parameter on to this object (``StoredFloat8.write``)."""
         local = None if parameter is None else local_tensor(parameter)
         if isinstance(local, StoredFloat8):
             local.write = partial(Float8Weight._add, weakref.proxy(self))
@@ -374,7 +374,7 @@ class Float8Weight:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether it is cast with a DYNAMIC scale."""
+        """Whether the weight is cast with a DYNAMIC scale."""
         is_cast = bool(self.schemes) and not self.is_stored
         return is_cast and "weight" not in self.config.recipe.delayed
 
@@ -500,7 +500,7 @@ class Float8Weight:
         return self._look_up_or_measure(cache, kept, weight.plain, schemes)
 
     def statistics_for_gather(self, cache: KnownWeight, shard: torch.Tensor) -> Statistics:
-        """The statistics of a shard, or of the whole weight, which are cached afterwards."""
+        """Return the statistics of a shard, or of the whole weight; cache them if DYNAMIC."""
         parameter, plan = self.master(), self.gather_plan()
         if self.history is not None:
             tensor = plan.layout.wrap(shard)
@@ -518,7 +518,7 @@ class Float8Weight:
     ) -> list[Statistics]:
         """Look statistics up in ``cache``, or measure the shard.
 
-        ``parameter``: the parameter that has ``cache``; what is measured is cached there.
+        ``parameter``: the parameter that owns ``cache``. If given, new statistics are cached.
         """
         statistics = cache.recall(kept, shard)
         if missing := [scheme for scheme in schemes if scheme not in statistics]:
@@ -529,7 +529,7 @@ class Float8Weight:
             statistics |= zip(missing, new, strict=True)
             trains = is_shared and self.module.training
             if parameter is not None and not is_captured(shard):
-                # (Statistics of an evaluation after a step serve the next step.)
+                # (Statistics that an evaluation computes after a step also serve the next step.)
                 source = TRAINED if trains or cache.has(OUTDATED) else EVALUATED
                 cache.store(kept, [statistics[s] for s in kept.schemes], parameter, source)
             elif trains and not is_captured(shard):
@@ -541,9 +541,9 @@ class Float8Weight:
         return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
 
     def kept(self) -> Kept | None:
-        """The statistics of the (sharded) parameter that precompute and gathers cache, if any.
+        """Which statistics of the sharded parameter precompute and gathers cache; None if none.
 
-        If FSDP2 gathers it in high precision, they are those of the unsharded parameter.
+        If FSDP2 gathers in high precision, they are statistics of the unsharded parameter.
         """
         parameter = self.master()
         layout = self.layout(parameter)
@@ -556,12 +556,12 @@ class Float8Weight:
         return Kept(shared, arrives) if shared else None
 
     def gather_plan(self) -> GatherPlan:
-        """How FSDP2 gathers the parameter in float8; made again if its layout has changed."""
+        """Return the plan of FSDP2's float8 gather, made again if layout or config changed."""
         parameter = self.master()
         assert isinstance(parameter, DTensor)
         declared = getattr(self.module, "local_placements", None)
         depends_on = dtensor_spec(parameter), declared, self.fsdp, self.config
-        # (To compare layouts would take longer than to make the plan.)
+        # (Comparing layouts would take longer than making the plan.)
         if self._plan is None or any(map(is_not, self._plan[0], depends_on)):
             layout = self.layout(parameter)
             assert layout is not None
@@ -589,7 +589,7 @@ class Float8Weight:
             # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
             self.scales_ready.wait(stream)
         (scheme,), scales = self.schemes, None
-        # Autograd can't save inference tensors. (It records nothing of a detached shard.)
+        # Autograd can't save inference tensors. (It records no operators on a detached shard.)
         with torch.inference_mode(False):
             if self.history is not None and not needs_op():
                 kind = self._kind(parameter)
@@ -621,7 +621,7 @@ class Float8Weight:
         return quantized, scales
 
     def parameter_replaced(self, new: torch.Tensor | None) -> None:
-        """Called before the layer's parameter is replaced, by FSDP2 or by other code."""
+        """Prepare for the replacement of the layer's parameter, by FSDP2 or by other code."""
         self.unsharded = None
         if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
             self.note_unsharded(new)
@@ -632,15 +632,15 @@ class Float8Weight:
         """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""
 
     def note_unsharded(self, parameter: torch.Tensor) -> None:
-        """Look statistics of the unsharded parameter up on the sharded one from now on."""
+        """Make later look-ups of the unsharded parameter's statistics use the sharded one."""
         local = local_tensor(parameter)
         if is_plain(local) and self.shared_schemes(self.layout(parameter)):
             self.unsharded = KnownWeight.as_sharded(local, parameter)
-            if isinstance(parameter, DTensor):  # then a write to it is noticed as well
+            if isinstance(parameter, DTensor):  # so that writes to it are noticed too
                 set_dtensor_local(parameter, self.unsharded)
 
     def _kind(self, parameter: torch.Tensor) -> int:
-        """How a history casts the parameter: by the amaxes of earlier steps, or FROZEN.
+        """The ``shared`` of :meth:`AmaxHistory.copies_of`: 1 for a trained weight, else FROZEN.
 
         An optimizer step changes a weight only little, so the scale from its history still fits.
         Merging adapters may change a frozen weight a lot.
@@ -648,7 +648,7 @@ class Float8Weight:
         return 1 if parameter.requires_grad else FROZEN
 
     def _warn_if_stale(self, cache: KnownWeight) -> None:
-        """Warn once of an all-reduce that an update of scales would have avoided."""
+        """Warn once about an all-reduce that an update of scales would have avoided."""
         if self.module.training and (cache.has(STALE) or cache.has(OUTDATED)):
             warn_once(
                 "stale scale",
@@ -660,19 +660,19 @@ class Float8Weight:
             )
 
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
-        """Record the amaxes of a pass in its backward, by history; see Note [Passes that count].
+        """Record a pass's amaxes, keyed by history, in its backward; see Note [Passes that count].
 
-        The amax of the weight is the one of its last cast.
+        The weight's amax is that of its last cast.
 
-        ``begins``: whether the pass begins to accumulate gradients. ``None``: the weight's own
-        gradient tells if it is trained; otherwise it is unknown.
+        ``begins``: whether the pass begins to accumulate gradients. ``None``: decided by the
+        weight's own gradient if the weight is a trained leaf, else unknown.
         """
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
             begins = not self.may_have_gradient()
         backward = None if begins is None else backward_id()
         if history is not None and history.last is not None:
-            # It may be from FSDP2's stream, which waits for this one before it makes another.
+            # FSDP2's stream may have made it. It waits for this stream before it makes the next.
             amaxes = {**amaxes, "weight": history.last}
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
@@ -714,7 +714,7 @@ class Float8Weight:
 def measured(
     shard: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool = False
 ) -> list[Statistics]:
-    """Measure a weight for each scheme; ``whole``: return the statistics of all ranks' parts.
+    """Measure a weight for each scheme; ``whole``: return the statistics of the whole weight.
 
     Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
     :func:`fp8_dist.scaling.global_statistics`.
@@ -747,7 +747,7 @@ def weight_statistics(
     assert layout is not None
     local = KnownWeight(x, known=known, valid=valid)
     found = weight.statistics_for_forward(local, [scheme_named(key) for key in schemes], layout)
-    # A graph may write into results.
+    # Return copies, because a graph may write to an operator's results.
     return [statistic.clone() for statistics in found for statistic in statistics]
 
 

@@ -29,9 +29,9 @@ def weights_of(module: nn.Module) -> Mapping[str, Float8Weight]:
 
 
 def save_weights(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Replace the float8 parameters in a module's ``state_dict``, unless it keeps variables.
+    """Replace a module's float8 parameters in its ``state_dict``, unless ``keep_vars`` is set.
 
-    A state dict hook of modules that keep their class.
+    A state dict hook of modules whose class is not converted.
     """
     for name, weight in weights_of(module).items():
         parameter = weight.parameter()
@@ -71,7 +71,7 @@ def attach_statistics(weights: Iterable[Float8Weight]) -> None:
 
     Call it once the weights are distributed, before graphs are traced. Parameters that are DTensors
     stay the same. A declared weight, which is a plain tensor, becomes a parameter on the same
-    storage. (For DTensors of other code precompute does it, after which graphs are traced again.)
+    storage. (For DTensors that other code made, precompute does so; graphs are then traced again.)
     """
     for weight in weights:
         old = weight.parameter()
@@ -91,7 +91,7 @@ def attach_statistics(weights: Iterable[Float8Weight]) -> None:
 
 
 def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
-    """Warn if parameters of DDP are about to be replaced: it would not reduce the new ones."""
+    """Warn if parameters that DDP reduces will be replaced: DDP does not reduce the new ones."""
     ids = parameters_of_ddp()
     if replaced := [weight for weight in weights if id(weight.parameter()) in ids]:
         warnings.warn(
@@ -119,7 +119,7 @@ def float8_weights(module: nn.Module) -> dict[str, Float8Weight]:
         f"{fqn}.{name}" if fqn else name: weight
         for fqn, part in checked_module(module).named_modules()
         for name, weight in weights_of(part).items()
-        if weight.module is part  # a module of torch.compile has the attributes of the one inside
+        if weight.module is part  # torch.compile's wrapper has its inner module's attributes
     }
 
 
