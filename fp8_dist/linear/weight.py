@@ -52,7 +52,7 @@ from fp8_dist.mesh import (
     replicated_over,
     sharded_dim,
 )
-from fp8_dist.recipe import Gemm, Operand
+from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import (
     CastPlan,
     Quantized,
@@ -383,6 +383,10 @@ class Float8Weight:
         """The amax history, if the scale is DELAYED."""
         return self._histories.get("weight")
 
+    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
+        """Return the float8 copies for both GEMMs of the weight, or for one of them."""
+        return self.config.recipe.copies("weight", gemms, device)
+
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observing.Owner`."""
         return self.config.recipe.casts[operand]
@@ -425,8 +429,7 @@ class Float8Weight:
         if not torch.compiler.is_compiling():
             self._warn_if_flag_has_no_effect(parameter)
         both = torch.is_grad_enabled() and needs_grad_input and self.fsdp is None
-        gemms = _GEMMS if both else _GEMMS[:1]
-        plan, places = self.config.recipe.copies("weight", gemms, local.device)
+        plan, places = self.copies(_GEMMS if both else _GEMMS[:1], local.device)
         copies: Copies = ()
         recast = None
         with torch.no_grad():
@@ -460,9 +463,10 @@ class Float8Weight:
         copies: Copies = ()
         if plan.of:
             copies = cast_by(shard, plan, [statistics[plan.schemes[0]]], layout)
-        scheme = self.config.recipe.uses["weight"]["grad_input"]
-        if scheme is None:
+        second = self.copies(_GEMMS[1:], shard.device).plan
+        if not second.of:
             return copies, None
+        (scheme,) = second.schemes
         position = scheme.start(layout), scheme.splits_blocks(layout)
         return copies, Recast(statistics[scheme], scheme, *position)
 
