@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -56,7 +57,7 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[
     Args:
         package: the name of the package, which is being imported.
         home: the name of the module.
-        submodules: modules of the package that are imported when they are used.
+        submodules: modules of the package that users see.
 
     Returns:
         A function that imports ``home`` now.
@@ -69,7 +70,7 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[
             names.update({name: getattr(module, name) for name in (*module.__all__, "__all__")})
 
     def get(name: str) -> Any:
-        if name in submodules:
+        if find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
         fill()
         if name in names:
