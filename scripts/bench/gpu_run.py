@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from fp8_dist.device import device_kind
 from fp8_dist.kernels import block_scaled_mm
+from fp8_dist.kernels.cuda import gemm
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench import gpu_results
@@ -191,7 +191,7 @@ def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
         return lambda: torch._scaled_mm(a8, b8, scale_a, scale_b, **options)
 
     def in_blocks() -> object:
-        if device_kind(a.device) != "hopper":
+        if gemm.device_kind(a.device) != "hopper":
             raise RuntimeError("the device has no GEMM for blocks of 128")
         blocks = (1, 128, 0, 0), (128, 128, 0, 0)
         return block_scaled_mm(a8, b8, *exponents, *blocks, torch.bfloat16, False)
