@@ -42,7 +42,7 @@ class Weight(NamedTuple):
     Attributes:
         tensor: the local tensor that gradients flow to.
         casts: its casts.
-        owner: the owner of its casts, for observers; ``None`` if they are not shown.
+        owner: the owner of its casts, for observers; ``None`` if these are not notified.
         layout: its layout. It may be ``None`` if ranks have whole experts.
     """
 
@@ -106,10 +106,10 @@ def _multiply(
     """
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
-    tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
+    tensors, ctx.forms = flattened(rows, *operands)
     ctx.save_for_backward(*tensors)
     ctx.recasts = tuple([weight.casts.recast for weight in weights])
-    # Those of the gradient of each product.
+    # The layouts of the gradients of the products.
     ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
     ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
@@ -250,7 +250,7 @@ class _Up(torch.autograd.Function):
         routing: Routing | None,
         config: Float8ExpertsConfig,
         weights: tuple[Weight, ...],
-        *_: Tensor | None,  # those of the weights
+        *_: Tensor | None,  # the tensors of the weights
     ) -> tuple[Tensor, ...]:
         owners = [weight.owner for weight in weights]
         rows = _cast_rows(x, config, "input", owners, routing=routing)
@@ -305,7 +305,7 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        _: Tensor,  # that of the weight
+        _: Tensor,  # the tensor of the weight
         bias: Tensor | None,
         routing: Routing,
         config: Float8ExpertsConfig,
@@ -319,7 +319,7 @@ class _Down(torch.autograd.Function):
             output = operators.add_bias(output, bias.detach(), routing.groups)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
-        ctx.set_materialize_grads(False)  # that of the output
+        ctx.set_materialize_grads(False)  # the gradient of the output
         slots = routing.tokens * routing.top_k
         return output, output.new_zeros(1, 1).expand(slots, output.shape[1])
 

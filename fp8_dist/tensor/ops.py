@@ -225,7 +225,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scales: list[torch.Tensor] = []
     for i, level in enumerate(first.scheme.levels):
         parts, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
-        if level.is_scalar or block is None:
+        if block is None:
             scales.append(_common_scale(parts))
         else:
             if block > 1:
