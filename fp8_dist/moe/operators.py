@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fp8_dist import kernels
 from fp8_dist.cast import cast_local
-from fp8_dist.kernels import ALIGNMENT, Groups
+from fp8_dist.kernels import ALIGNMENT, Groups, custom_op
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
@@ -295,7 +295,7 @@ def _empty_product(*arguments: Any) -> Tensor:
     return rows.new_empty((rows.shape[0], weights.shape[1 if transpose else 2]), dtype=out_dtype)
 
 
-@kernels.custom_op(
+@custom_op(
     "grouped_mm(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
     f"Tensor[] scales_b, str scheme_b, int[] start_b, {_GROUPS}, bool transpose, "
     "ScalarType out_dtype, bool emulate) -> Tensor",
@@ -314,7 +314,7 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
     return [torch.empty_like(like, dtype=dtype) for like, need, dtype in gradients if need]
 
 
-@kernels.custom_op(
+@custom_op(
     "grouped_gradients(Tensor g, Tensor[] scales_g, str scheme_g, int[] start_g, Tensor x, "
     "Tensor[] scales_x, str scheme_x, int[] start_x, Tensor w, Tensor[] scales_w, str scheme_w, "
     f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype, "
