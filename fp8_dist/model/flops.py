@@ -35,7 +35,7 @@ def _grouped_mm_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
 
 
 def _grouped_gradients_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
-    weights, needs = arguments[7], arguments[18]
+    weights, needs = arguments[7], arguments[15]
     return sum(needs) * 2 * rows[0] * prod(weights[1:])
 
 

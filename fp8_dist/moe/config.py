@@ -84,11 +84,6 @@ class Float8ExpertsConfig:
         """The scheme of weights ``[E, N, K]``."""
         return self.linear.recipe.schemes["weight"][0]
 
-    @property
-    def folds(self) -> bool:
-        """Whether the scales of weights run along the contraction of grad_input."""
-        return self.linear.recipe.folds
-
 
 def stored_transposed(scheme: Scheme) -> Scheme:
     """The scheme of ``[E, K, N]`` with the scales that ``scheme`` gives ``[E, N, K]``."""

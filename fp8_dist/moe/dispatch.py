@@ -71,7 +71,7 @@ class Routing(NamedTuple):
         return _exchange(rows, self.sent, self.received, self.group)
 
     def placed(self, rows: Tensor) -> Tensor:
-        """Put rows, in the order of ``slots``, to their slots."""
+        """Write rows, which are in the order of ``slots``, to their slots; other slots are 0."""
         return _placed(rows.new_zeros((self.tokens * self.top_k, rows.shape[1])), self.slots, rows)
 
 
@@ -139,7 +139,7 @@ def _exchange(
     fake=lambda ids, num_experts: (torch.empty_like(ids), ids.new_empty(num_experts)),
 )
 def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Sort the slots ``[S]`` by expert, those of none last, and count them.
+    """Sort the slots ``[S]`` by expert, slots without an expert last, and count them.
 
     Returns:
         The slots, and the number of slots of each expert; -1 if an id is out of range.

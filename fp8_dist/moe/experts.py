@@ -85,13 +85,9 @@ CUSTOM_EXPERTS = ExpertsAdapter()
 EXPERTS_ADAPTERS: dict[str, Callable[[], ExpertsAdapter]] = {}
 
 
-def packages_of(module: nn.Module) -> set[str]:
-    """The packages of a module's class and of its bases."""
-    return {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
-
-
 def _adapter_of(module: nn.Module) -> ExpertsAdapter:
-    known = EXPERTS_ADAPTERS.keys() & packages_of(module)
+    packages = {cls.__module__.partition(".")[0] for cls in type(module).__mro__}
+    known = EXPERTS_ADAPTERS.keys() & packages
     if CUSTOM_EXPERTS.weights(module) or not known:
         return CUSTOM_EXPERTS
     return EXPERTS_ADAPTERS[known.pop()]()
@@ -138,14 +134,14 @@ class ExpertWeight(Float8Weight):
                 "another order; shard another dim (shard_placement_fn)"
             )
 
-    def operand(self, parameter: torch.Tensor, is_parted: bool) -> Weight:
+    def operand(self, parameter: torch.Tensor) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
 
         Collectives: as :meth:`forward_casts`.
         """
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
-            return Weight(tensor, casts, self, self.layout(parameter) if is_parted else None)
+            return Weight(tensor, casts, self, self.layout(parameter))
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics = tuple([matrix.mT for matrix in recast.statistics])
@@ -349,19 +345,15 @@ def division_of(module: nn.Module) -> ExpertsDivision:
     return ExpertsDivision(experts, mesh.get_group() if mesh.size() > 1 else None)
 
 
-def weight_of(module: nn.Module, name: str, is_parted: bool = False) -> Weight:
+def weight_of(module: nn.Module, name: str) -> Weight:
     """The weight of converted experts for a forward and its backward.
-
-    ``is_parted``: whether ranks have parts of each expert.
 
     Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
     """
     weight: Any = weights_of(module)[name]
-    parameter = getattr(module, name)
-    compiling = torch.compiler.is_compiling()  # in a graph, the query of the casts does the rest
-    if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
+    if not torch.compiler.is_compiling():  # in a graph, the query of the casts does the rest
         weight.compare("the first forward")
-    return weight.operand(parameter, is_parted)
+    return weight.operand(getattr(module, name))
 
 
 def parts_of(module: nn.Module) -> dict[str, Placement]:

@@ -21,29 +21,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from fp8_dist.cast import cast_local
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
+from fp8_dist.linear import observing
 from fp8_dist.linear.autograd import flattened
-from fp8_dist.linear.observing import (
-    Dispatch,
-    Product,
-    Source,
-    are_gemms_observed,
-    is_observed,
-    observe,
-    observe_gemm,
-    observe_multiply,
-)
 from fp8_dist.linear.operands import WeightCasts
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim, this_rank
+from fp8_dist.moe import operators
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
-from fp8_dist.moe.operators import (
-    GroupedOperands,
-    add_bias,
-    grouped_gradients,
-    grouped_mm,
-    is_stored_transposed,
-)
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, dequantize, transposed
 from fp8_dist.tensor import Float8Tensor, quantized_as
@@ -57,8 +42,8 @@ class Weight(NamedTuple):
     Attributes:
         tensor: the local tensor that gradients flow to.
         casts: its casts.
-        owner: the owner of its casts, for observers; ``None`` if they are not shown.
-        layout: its layout, if ranks have parts of each expert.
+        owner: the owner of its casts, for observers; ``None`` if these are not notified.
+        layout: its layout. It may be ``None`` if ranks have whole experts.
     """
 
     tensor: Tensor
@@ -70,7 +55,7 @@ class Weight(NamedTuple):
         """The layout of rows with columns like ``dim`` of the weight; None if these are whole."""
         if self.layout is None:
             return None
-        (placement,) = self.layout.placements
+        placement = self.layout.placements[-1]
         if sharded_dim(placement, 3) != dim:
             return None
         columns: Placement = Shard(1)
@@ -98,7 +83,7 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
         cast = quantized_as(local, scheme)
     else:
         high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
-        if is_stored_transposed(shard):
+        if operators.is_stored_transposed(shard):
             cast = transposed(cast_local(high.mT, stored_transposed(scheme), shard.mT), scheme)
         else:
             cast = cast_local(high, scheme, shard)
@@ -121,27 +106,26 @@ def _multiply(
     """
     # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
-    tensors, ctx.forms = flattened(rows, *operands)  # of the rows, then of each weight
+    tensors, ctx.forms = flattened(rows, *operands)
     ctx.save_for_backward(*tensors)
     ctx.recasts = tuple([weight.casts.recast for weight in weights])
-    # Those of the gradient of each product.
+    # The layouts of the gradients of the products.
     ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
     ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
     ctx.high = None  # the rows and the weights in high precision, for observers
     is_whole = ctx.routing is None or ctx.routing.group is None
-    if is_whole and are_gemms_observed():
+    if is_whole and observing.are_gemms_observed():
         high = x.detach() if places is None else x.detach().index_select(0, places)
         ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
-    products = []
-    for i, weight in enumerate(weights):
+    high_rows, *high_weights = ctx.high or [None] * (1 + len(weights))
+    how, products = (x.dtype, ctx.config.emulate), []
+    for weight, high_weight in zip(weights, high_weights, strict=True):
         cast = weight.casts.output
         assert cast is not None
-        product = grouped_mm(rows, cast, True, ctx.groups, x.dtype, ctx.config)
-        _observe_multiply(ctx, weight.owner, "output", rows, cast, product, cast)
-        if ctx.high is not None:
-            left, right = ctx.high[0], ctx.high[1 + i]
-            _observe_gemm(weight.owner, "output", ctx.groups, left, right, product)
+        product = operators.grouped_mm(rows, cast, True, ctx.groups, *how)
+        left, right = (rows, high_rows), (cast, high_weight)
+        _observe(ctx, weight.owner, "output", left, right, product, cast)
         products.append(product)
     return products
 
@@ -161,6 +145,7 @@ def _gradients(
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     rows, *weights = (form and form.operand(tensors) for form in ctx.forms)
     assert isinstance(rows, Quantized)
+    options = ctx.config.pad_token_groups_for_grouped_mm, ctx.config.emulate
     sum_of_rows: Tensor | None = None
     grad_weights: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
@@ -168,51 +153,49 @@ def _gradients(
         if isinstance(weight, Tensor) and recast is not None:
             weight = recast.cast(weight.detach())
         assert isinstance(weight, Quantized)
-        arguments = ctx.groups, (needs[0], needs[1 + i]), ctx.dtypes, ctx.config, ctx.layouts[i]
-        grad_rows, grad_weight = grouped_gradients(GroupedOperands(grad, rows, weight), *arguments)
+        operands, needed = operators.GroupedOperands(grad, rows, weight), (needs[0], needs[1 + i])
+        grad_rows, grad_weight = operators.grouped_gradients(
+            operands, ctx.groups, needed, ctx.dtypes, *options, ctx.layouts[i]
+        )
         grad_weights.append(grad_weight)
         if grad_rows is not None:
             sum_of_rows = grad_rows if sum_of_rows is None else sum_of_rows + grad_rows
-        _observe_multiply(ctx, owner, "grad_input", grad, weight, grad_rows, weight)
-        _observe_multiply(ctx, owner, "grad_weight", grad, rows, grad_weight, weight)
-        _observe_gemm(owner, "grad_input", ctx.groups, high[i], high_weights[i], grad_rows)
-        _observe_gemm(owner, "grad_weight", ctx.groups, high[i], high_rows, grad_weight)
+        left = grad, high[i]
+        _observe(ctx, owner, "grad_input", left, (weight, high_weights[i]), grad_rows, weight)
+        _observe(ctx, owner, "grad_weight", left, (rows, high_rows), grad_weight, weight)
     return sum_of_rows, grad_weights
 
 
-def _observe_multiply(
+def _observe(
     ctx: Any,
     owner: Float8Weight | None,
     gemm: Gemm,
-    left: Quantized,
-    right: Quantized,
+    left: tuple[Quantized, Tensor | None],
+    right: tuple[Quantized, Tensor | None],
     result: Tensor | None,
     weight: Quantized,
 ) -> None:
-    """Show observers a grouped GEMM of a ``weight`` that has an owner."""
-    if not is_observed() or owner is None or result is None:
+    """Show observers a grouped GEMM of a ``weight`` that has an owner.
+
+    ``left``, ``right``: the operands in float8, and in high precision if the GEMM of each expert is
+    shown.
+    """
+    if not observing.is_observed() or owner is None or result is None:
         return
     config, layout = ctx.config, owner.layout()
-    is_transposed = is_stored_transposed(weight.qdata)
+    is_transposed = operators.is_stored_transposed(weight.qdata)
     if is_transposed and layout is not None:
         experts, k, n = layout.shape
         layout = layout._replace(shape=torch.Size((experts, n, k)))
-    layouts = None, layout if right is weight else None
+    layouts = None, layout if right[0] is weight else None
     padded = config.pad_token_groups_for_grouped_mm
     options = config.recipe, padded, config.emulate, is_transposed
-    observe_multiply(owner, Product(gemm, left, right, result, options, layouts, ctx.groups))
-
-
-def _observe_gemm(
-    owner: Float8Weight | None, gemm: Gemm, groups: Groups, *tensors: Tensor | None
-) -> None:
-    """Show observers the GEMM of each expert. ``tensors``: left, right and result, if known."""
-    known = [tensor for tensor in tensors if tensor is not None]
-    if owner is None or len(known) < len(tensors):
-        return
-    for expert, begin, count in groups.slices():
-        parts = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in known]
-        observe_gemm(owner, gemm, *parts)
+    product = observing.Product(gemm, left[0], right[0], result, options, layouts, ctx.groups)
+    observing.observe_multiply(owner, product)
+    high = [tensor for tensor in (left[1], right[1], result) if tensor is not None]
+    for expert, begin, count in ctx.groups.slices() if len(high) == 3 else ():
+        parts = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in high]
+        observing.observe_gemm(owner, gemm, *parts)
 
 
 def _cast_rows(
@@ -231,12 +214,13 @@ def _cast_rows(
     """
     rows = rows.detach().contiguous()
     low = cast_local(rows if layout is None else layout.wrap(rows), config.rows)
-    if is_observed():
+    if observing.is_observed():
         dispatch = routing and _dispatch(routing, len(rows))
         for owner in owners:
             if owner is not None:
-                source = Source(rows, layout or _replicated(rows, owner), dispatch=dispatch)
-                observe(owner, operand, source, [low], repeats=operand == "input")
+                placed = layout or _replicated(rows, owner)
+                source = observing.Source(rows, placed, dispatch=dispatch)
+                observing.observe(owner, operand, source, [low], repeats=operand == "input")
     return low
 
 
@@ -248,11 +232,11 @@ def _replicated(rows: Tensor, owner: Float8Weight) -> Layout | None:
     return layout._replace(placements=(Replicate(),), shape=rows.shape)
 
 
-def _dispatch(routing: Routing, rows: int) -> Dispatch:
+def _dispatch(routing: Routing, rows: int) -> observing.Dispatch:
     """The experts of rows of tokens, or of slots, for observers."""
     group, ids = routing.group, routing.expert_ids.detach()
     ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
-    return Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
+    return observing.Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
 class _Up(torch.autograd.Function):
@@ -266,7 +250,7 @@ class _Up(torch.autograd.Function):
         routing: Routing | None,
         config: Float8ExpertsConfig,
         weights: tuple[Weight, ...],
-        *_: Tensor | None,  # those of the weights
+        *_: Tensor | None,  # the tensors of the weights
     ) -> tuple[Tensor, ...]:
         owners = [weight.owner for weight in weights]
         rows = _cast_rows(x, config, "input", owners, routing=routing)
@@ -321,7 +305,7 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: Tensor,
-        _: Tensor,  # that of the weight
+        _: Tensor,  # the tensor of the weight
         bias: Tensor | None,
         routing: Routing,
         config: Float8ExpertsConfig,
@@ -330,11 +314,12 @@ class _Down(torch.autograd.Function):
         layout = weight.layout_of_rows(hidden.shape[0], 2)
         rows = _cast_rows(hidden, config, "input", [weight.owner], layout)
         ctx.groups, ctx.config, ctx.routing = routing.groups, config, routing
-        (product,) = _multiply(ctx, hidden, rows, [weight])
-        output = product if bias is None else add_bias(product, bias.detach(), routing.groups)
+        (output,) = _multiply(ctx, hidden, rows, [weight])
+        if bias is not None:
+            output = operators.add_bias(output, bias.detach(), routing.groups)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(output)
-        ctx.set_materialize_grads(False)  # that of the output
+        ctx.set_materialize_grads(False)  # the gradient of the output
         slots = routing.tokens * routing.top_k
         return output, output.new_zeros(1, 1).expand(slots, output.shape[1])
 

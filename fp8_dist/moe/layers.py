@@ -44,14 +44,10 @@ def grouped_linear(
         ValueError: shapes or offsets do not fit.
     """
     several, config = not isinstance(weights, Tensor), config or DEFAULT
-    operands = _operands(x, weights, config, "grouped_linear")
-    if bias is not None and len(operands) > 1:
-        raise ValueError("grouped_linear: bias is for a single weight; add the biases afterwards")
-    _check_bias(bias, operands[0].tensor, "grouped_linear")
+    operands = _operands("grouped_linear", x, weights, config, bias)
     groups = _groups(offs, x.shape[0], len(operands[0].tensor))
-    rows = (
-        groups.group_of_row.numel()
-    )  # torch.export can't trace len() of an unknown number of rows
+    # torch.export can't trace len() of an unknown number of rows.
+    rows = groups.group_of_row.numel()
     products = list(grouped_product(x.narrow(0, 0, rows), operands, groups, config))
     if bias is not None:
         products[0] = add_bias(products[0], bias, groups)
@@ -83,8 +79,8 @@ def dispatch_linear(
     ``combine="float8"``.
     """
     several, config = not isinstance(weights, Tensor), config or DEFAULT
-    operands = _operands(x, weights, config, "dispatch_linear")
-    _check_routing(x, routing.tokens, operands[0].tensor, routing, "dispatch_linear")
+    operands = _operands("dispatch_linear", x, weights, config)
+    _check_routing("dispatch_linear", x, routing.tokens, operands[0], routing)
     products = grouped_product(x, operands, routing.groups, config, routing)
     return products if several else products[0]
 
@@ -110,18 +106,21 @@ def linear_combine(
     ``combine="float8"``. In the backward an all-to-all of N bytes and the scales of each slot.
     """
     config = config or DEFAULT
-    (operand,) = _operands(hidden, weight, config, "linear_combine")
-    _check_routing(
-        hidden, routing.groups.group_of_row.numel(), operand.tensor, routing, "linear_combine"
-    )
-    _check_bias(bias, operand.tensor, "linear_combine")
+    (operand,) = _operands("linear_combine", hidden, weight, config, bias)
+    rows = routing.groups.group_of_row.numel()
+    _check_routing("linear_combine", hidden, rows, operand, routing)
     slots = combined_product(hidden, operand, routing, config, bias)
     return slots.view(routing.tokens, routing.top_k, slots.shape[1])
 
 
 def _operands(
-    x: Tensor, weights: Tensor | Sequence[Tensor], config: Float8ExpertsConfig, caller: str
+    caller: str,
+    x: Tensor,
+    weights: Tensor | Sequence[Tensor],
+    config: Float8ExpertsConfig,
+    bias: Tensor | None = None,
 ) -> list[Weight]:
+    """Check the arguments of a grouped linear layer, and cast the weights."""
     given = [weights] if isinstance(weights, Tensor) else list(weights)
     check_config(caller, config, Float8ExpertsConfig)
     if not given or not x.dtype.is_floating_point:
@@ -139,25 +138,24 @@ def _operands(
             raise ValueError(
                 f"{caller}: the weights have {len(given[0])} and {len(weight)} experts"
             )
-    return [cast_weight(weight, config) for weight in given]
-
-
-def _check_bias(bias: Tensor | None, weight: Tensor, caller: str) -> None:
-    if bias is not None and bias.shape != weight.shape[:2]:
+    operands = [cast_weight(weight, config) for weight in given]
+    shape = tuple(operands[0].tensor.shape)
+    if bias is not None and len(operands) > 1:
+        raise ValueError(f"{caller}: bias is for a single weight; add the biases afterwards")
+    if bias is not None and bias.shape != shape[:2]:
         raise ValueError(
-            f"{caller}: the bias of a weight {tuple(weight.shape)} must be of shape "
-            f"{tuple(weight.shape[:2])}, got {tuple(bias.shape)}"
+            f"{caller}: the bias of a weight {shape} must be of shape {shape[:2]}, got "
+            f"{tuple(bias.shape)}"
         )
+    return operands
 
 
-def _check_routing(
-    rows: Tensor, expected: int, weight: Tensor, routing: Routing, caller: str
-) -> None:
-    experts = len(routing.groups.ends)
-    if len(weight) != experts or rows.shape[0] != expected:
+def _check_routing(caller: str, x: Tensor, rows: int, weight: Weight, routing: Routing) -> None:
+    routed, experts = len(routing.groups.ends), len(weight.tensor)
+    if experts != routed or x.shape[0] != rows:
         raise ValueError(
-            f"{caller}: the routing has {expected} rows and {experts} experts of this rank, got "
-            f"{rows.shape[0]} rows and weights of {len(weight)} experts; pass what was routed"
+            f"{caller}: the routing has {rows} rows and {routed} experts of this rank, got "
+            f"{x.shape[0]} rows and weights of {experts} experts; pass what was routed"
         )
 
 

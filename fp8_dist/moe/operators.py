@@ -17,30 +17,17 @@ float8 copy of g, so the result does not depend on the rank that cast it.
 A graph does not know how many rows an expert has. The operators read the sizes of the groups.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fp8_dist import kernels
 from fp8_dist.cast import cast_local
-from fp8_dist.kernels import (
-    ALIGNMENT,
-    Groups,
-    custom_op,
-    fold_groups,
-    grouped_scaled_mm,
-    grouped_scaled_sums,
-    has_grouped_gemm,
-    transposed_groups,
-    unit_scales,
-    without_empty,
-)
+from fp8_dist.kernels import ALIGNMENT, Groups, custom_op
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.mesh import Layout
-from fp8_dist.moe.config import Float8ExpertsConfig
-from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
 from fp8_dist.text import warn_once
 
@@ -67,7 +54,7 @@ def grouped_mm(
     transpose: bool,
     groups: Groups,
     out_dtype: torch.dtype,
-    config: Float8ExpertsConfig,
+    emulate: bool,
 ) -> Tensor:
     """Multiply the rows of each expert by its weight.
 
@@ -75,14 +62,15 @@ def grouped_mm(
         rows: ``[R, K]``; ``[R, N]`` without ``transpose``.
         weights: ``[E, N, K]``.
         transpose: whether to transpose the weights.
+        emulate: compute in a wider type even on devices with a float8 GEMM.
 
     Returns:
         ``[R, N]``; ``[R, K]`` without ``transpose``.
     """
     if torch.compiler.is_compiling():
-        operands = *flat(rows), *flat(weights), *_flat(groups, config)
-        return grouped_mm_operator.overload(*operands, transpose, out_dtype)
-    return _grouped_mm(rows, weights, transpose, groups, out_dtype, config)
+        operands = *flat(rows), *flat(weights), *_flat(groups)
+        return grouped_mm_operator.overload(*operands, transpose, out_dtype, emulate)
+    return _grouped_mm(rows, weights, transpose, groups, out_dtype, emulate)
 
 
 def _grouped_mm(
@@ -91,21 +79,21 @@ def _grouped_mm(
     transpose: bool,
     groups: Groups,
     out_dtype: torch.dtype,
-    config: Float8ExpertsConfig,
+    emulate: bool,
 ) -> Tensor:
     n, k = dims = weights.qdata.shape[1:]
-    if has_grouped_gemm(rows.qdata, dims, out_dtype, config.emulate):
-        data, scale = weights.qdata, weights.scales[0]
-        if transpose:
-            data, scale = data.mT, scale.mT
+    if kernels.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
         if rows.scheme.is_recast_for_rows:
             wide = _as_bf16(weights)
             return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
-        return grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
+        data, scale = weights.qdata, weights.scales[0]
+        if transpose:
+            data, scale = data.mT, scale.mT
+        return kernels.grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
     product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
     for group in groups.slices():
         left, right = _part_of_expert(rows, *group), _part_of_expert(weights, *group)
-        result = multiply(left, right, (False, transpose), out_dtype, _options(config))
+        result = multiply(left, right, (False, transpose), out_dtype, _options(emulate))
         product.narrow(0, *group[1:]).copy_(result)
     return product
 
@@ -115,27 +103,33 @@ def grouped_gradients(
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
-    config: Float8ExpertsConfig,
+    pads: bool,
+    emulate: bool,
     layout: Layout | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of rows and of weights. The latter has the order of their memory.
 
     Args:
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
+        pads: ``pad_token_groups_for_grouped_mm`` of :class:`fp8_dist.moe.Float8ExpertsConfig`.
+        emulate: as in :func:`grouped_mm`.
         layout: the layout of the gradient, if ranks have parts of each row.
 
     Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
-    if layout is not None and config.folds and needs[0]:
+    options = pads, emulate
+    if layout is not None and needs[0] and has_scales_to_fold(operands.weights):
         left, right = _folded_parts(operands.grad, operands.weights, groups, layout)
-        _, grad_weights = grouped_gradients(operands, groups, (False, needs[1]), dtypes, config)
-        return grouped_mm(left, right, False, groups, dtypes[0], config), grad_weights
+        _, grad_weights = grouped_gradients(operands, groups, (False, needs[1]), dtypes, *options)
+        return grouped_mm(left, right, False, groups, dtypes[0], emulate), grad_weights
     if torch.compiler.is_compiling():
         grad, input, weights = map(flat, operands)
-        tensors = *grad, *input, *weights, *_flat(groups, config)
-        gradients = iter(grouped_gradients_operator.overload(*tensors, needs, *dtypes))
-        return next(gradients) if needs[0] else None, next(gradients) if needs[1] else None
-    return _grouped_gradients(operands, groups, needs, dtypes, config)
+        tensors = *grad, *input, *weights, *_flat(groups)
+        found = grouped_gradients_operator.overload(*tensors, needs, *dtypes, *options)
+    else:
+        found = _grouped_gradients(operands, groups, needs, dtypes, *options)
+    gradients = iter(found)
+    return next(gradients) if needs[0] else None, next(gradients) if needs[1] else None
 
 
 def _grouped_gradients(
@@ -143,31 +137,37 @@ def _grouped_gradients(
     groups: Groups,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
-    config: Float8ExpertsConfig,
-) -> tuple[Tensor | None, Tensor | None]:
+    pads: bool,
+    emulate: bool,
+) -> list[Tensor]:
+    """Compute the gradients that are needed."""
     grad, _, weights = operands
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
-    at_once = has_grouped_gemm(grad.qdata, dims, dtypes[1], config.emulate) and (
-        blocks or config.pad_token_groups_for_grouped_mm or groups.is_aligned(ALIGNMENT)
+    at_once = kernels.has_grouped_gemm(grad.qdata, dims, dtypes[1], emulate) and (
+        blocks or pads or groups.is_aligned(ALIGNMENT)
     )
     source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
-    by_gemm = _gradient_operands(operands, groups, needs, source, config)
-    grad_rows = grad_weights = None
+    for_rows, for_weights = _gradient_operands(operands, groups, needs, source)
+    gradients: list[Tensor] = []
     if needs[0]:
-        grad_rows = _grouped_mm(*by_gemm["grad_input"], False, groups, dtypes[0], config)
+        gradients.append(_grouped_mm(*for_rows, False, groups, dtypes[0], emulate))
     if needs[1]:
         is_transposed = is_stored_transposed(weights.qdata)
-        left, right = by_gemm["grad_weight"][:: -1 if is_transposed else 1]
+        left, right = for_weights[:: -1 if is_transposed else 1]
         if source is not None:
-            grad_weights = grouped_scaled_sums(
-                left.qdata, right.qdata, left.scales[0], right.scales[0], groups
-            )
+            scales = left.scales[0], right.scales[0]
+            sums = kernels.grouped_scaled_sums(left.qdata, right.qdata, *scales, groups)
         elif at_once:
-            grad_weights = _sums_of_blocks(left, right, groups)
+            sums = _sums_of_blocks(left, right, groups)
         else:
-            grad_weights = _sums(left, right, groups, dtypes[1], config)
-        grad_weights = grad_weights.mT if is_transposed else grad_weights
-    return grad_rows, grad_weights
+            sums = _sums(left, right, groups, dtypes[1], emulate)
+        gradients.append(sums.mT if is_transposed else sums)
+    return gradients
+
+
+def has_scales_to_fold(weights: Quantized) -> bool:
+    """Whether the scales of weights run along the contraction of grad_input."""
+    return weights.scheme.for_row_contraction != weights.scheme
 
 
 def is_stored_transposed(weights: Tensor) -> bool:
@@ -176,19 +176,15 @@ def is_stored_transposed(weights: Tensor) -> bool:
 
 
 def _sums(
-    left: Quantized,
-    right: Quantized,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    config: Float8ExpertsConfig,
+    left: Quantized, right: Quantized, groups: Groups, out_dtype: torch.dtype, emulate: bool
 ) -> Tensor:
     """The sums of ``[R, N]`` times ``[R, K]``, one expert after the other."""
     shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
-    sums = without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
+    sums = kernels.without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
     for group in groups.slices():
         parts = [_part_of_expert(operand, *group) for operand in (left, right)]
         a, b = (part.scheme.for_rows(part, None) for part in parts)
-        sums[group[0]] = multiply(a, b, (True, False), out_dtype, _options(config))
+        sums[group[0]] = multiply(a, b, (True, False), out_dtype, _options(emulate))
     return sums
 
 
@@ -210,7 +206,7 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
         return padded.scheme.for_rows(padded, None)
 
     a, b = reblocked(left), reblocked(right)
-    return without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
+    return kernels.without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
@@ -224,38 +220,36 @@ def _as_bf16(operand: Quantized) -> Tensor:
 
 
 def _gradient_operands(
-    operands: GroupedOperands,
-    groups: Groups,
-    needs: tuple[bool, bool],
-    source: Tensor | None,
-    config: Float8ExpertsConfig,
-) -> dict[Gemm, tuple[Quantized, Quantized]]:
+    operands: GroupedOperands, groups: Groups, needs: tuple[bool, bool], source: Tensor | None
+) -> tuple[tuple[Quantized, Quantized], tuple[Quantized, Quantized]]:
     """Return the operands of both gradient GEMMs, with scales folded where they must be.
 
-    ``source``: transpose the operands of grad_weight, as :func:`transposed_groups`.
+    ``source``: transpose the operands of grad_weight, as
+    :func:`fp8_dist.kernels.transposed_groups`.
     """
     grad, input, weights = operands
-    by_gemm: dict[Gemm, tuple[Quantized, Quantized]] = {
-        "grad_input": (grad, weights),
-        "grad_weight": (grad, input),
-    }
+    for_rows, for_weights = (grad, weights), (grad, input)
     scheme = grad.scheme
-    s = weights.scales[0].flatten(1) if config.folds and needs[0] else None
+    s = weights.scales[0].flatten(1) if needs[0] and has_scales_to_fold(weights) else None
     t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
     if s is None and t is None:
-        return by_gemm
-    # Scales that were folded into the gradient are 1.
-    ones = (unit_scales(input.qdata),)
-    expert_of_row, experts = groups.group_of_row, len(groups.counts)
-    folded = iter(fold_groups(grad.qdata, grad.scales[0], s, t, expert_of_row, experts, source))
+        return for_rows, for_weights
+    ones, experts = kernels.unit_scales(input.qdata), len(groups.counts)
+    gradient, expert_of_row = (grad.qdata, grad.scales[0]), groups.group_of_row
+    folded = iter(kernels.fold_groups(*gradient, s, t, expert_of_row, experts, source))
     if s is not None:
-        right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
-        by_gemm["grad_input"] = Quantized(next(folded), (next(folded),), scheme), right
+        left = Quantized(next(folded), (next(folded),), scheme)
+        for_rows = left, _after_folding(weights, ones)
     if t is not None:
         left = Quantized(next(folded), (next(folded).unsqueeze(1),), scheme.for_row_contraction)
-        data = input.qdata if source is None else transposed_groups(input.qdata, source)
-        by_gemm["grad_weight"] = left, Quantized(data, ones, scheme.for_row_contraction)
-    return by_gemm
+        data = input.qdata if source is None else kernels.transposed_groups(input.qdata, source)
+        for_weights = left, _after_folding(input._replace(qdata=data), ones)
+    return for_rows, for_weights
+
+
+def _after_folding(operand: Quantized, ones: Tensor) -> Quantized:
+    """Return an operand whose scales were folded into the gradient, and are 1 now."""
+    return operand._replace(scales=(ones,), scheme=operand.scheme.for_row_contraction)
 
 
 def _folded_parts(
@@ -264,9 +258,8 @@ def _folded_parts(
     """Return the operands of grad_input if this rank has a part of each row of the gradient."""
     fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.group_of_row)
     folded = cast_local(layout.wrap(dequantize(grad) * fold), grad.scheme)
-    ones = (unit_scales(weights.qdata),)
-    right = weights._replace(scales=ones, scheme=weights.scheme.for_row_contraction)
-    return folded._replace(scales=(folded.scales[0] / UNIT,)), right
+    left = folded._replace(scales=(folded.scales[0] / UNIT,))
+    return left, _after_folding(weights, kernels.unit_scales(weights.qdata))
 
 
 def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
@@ -284,48 +277,39 @@ def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> 
     return operand._replace(qdata=data, scales=scales)
 
 
-def _options(config: Float8ExpertsConfig) -> tuple[bool, bool, bool, bool]:
+def _options(emulate: bool) -> kernels.GemmOptions:
     # Some experts have few rows, so the sizes are padded where a device requires that.
-    return False, True, config.emulate, False
+    return False, True, emulate, False
 
 
-# The arguments of an operator for the groups and the config.
-_GROUPS = (
-    "Tensor on_host, Tensor sizes, Tensor group_of_row, Tensor ends, str recipe, bool pads, "
-    "bool emulate"
-)
+# The arguments of an operator for the groups.
+_GROUPS = "Tensor on_host, Tensor sizes, Tensor group_of_row, Tensor ends"
 
 
-def _flat(groups: Groups, config: Float8ExpertsConfig) -> tuple[Any, ...]:
-    options = config.recipe, config.pad_token_groups_for_grouped_mm, config.emulate
-    return groups.on_host, groups.sizes, groups.group_of_row, groups.ends, *options
-
-
-@lru_cache
-def _config(recipe: Any, pads: bool, emulate: bool) -> Float8ExpertsConfig:
-    return Float8ExpertsConfig(recipe, pad_token_groups_for_grouped_mm=pads, emulate=emulate)
+def _flat(groups: Groups) -> tuple[Tensor, ...]:
+    return groups.on_host, groups.sizes, groups.group_of_row, groups.ends
 
 
 def _empty_product(*arguments: Any) -> Tensor:
-    rows, weights, transpose, out_dtype = arguments[0], arguments[4], *arguments[15:]
+    rows, weights, transpose, out_dtype = arguments[0], arguments[4], *arguments[12:14]
     return rows.new_empty((rows.shape[0], weights.shape[1 if transpose else 2]), dtype=out_dtype)
 
 
 @custom_op(
     "grouped_mm(Tensor a, Tensor[] scales_a, str scheme_a, int[] start_a, Tensor b, "
     f"Tensor[] scales_b, str scheme_b, int[] start_b, {_GROUPS}, bool transpose, "
-    "ScalarType out_dtype) -> Tensor",
+    "ScalarType out_dtype, bool emulate) -> Tensor",
     fake=_empty_product,
 )
 def grouped_mm_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`grouped_mm`."""
     rows, weights = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
-    groups, config = Groups(*arguments[8:12]), _config(*arguments[12:15])
-    return _grouped_mm(rows, weights, arguments[15], groups, arguments[16], config)
+    transpose, *options = arguments[12:]
+    return _grouped_mm(rows, weights, transpose, Groups(*arguments[8:12]), *options)
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
-    operands, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[19:]
+    operands, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[16:19]
     gradients = zip(operands, needs, dtypes, strict=True)
     return [torch.empty_like(like, dtype=dtype) for like, need, dtype in gradients if need]
 
@@ -333,14 +317,13 @@ def _empty_gradients(*arguments: Any) -> list[Tensor]:
 @custom_op(
     "grouped_gradients(Tensor g, Tensor[] scales_g, str scheme_g, int[] start_g, Tensor x, "
     "Tensor[] scales_x, str scheme_x, int[] start_x, Tensor w, Tensor[] scales_w, str scheme_w, "
-    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype"
-    ") -> Tensor[]",
+    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype, "
+    "bool pads, bool emulate) -> Tensor[]",
     fake=_empty_gradients,
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
     operands = GroupedOperands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
-    groups, config = Groups(*arguments[12:16]), _config(*arguments[16:19])
-    needs, *dtypes = arguments[19:]
-    gradients = _grouped_gradients(operands, groups, needs, tuple(dtypes), config)
-    return [gradient for gradient in gradients if gradient is not None]
+    needs, *dtypes = arguments[16:19]
+    groups = Groups(*arguments[12:16])
+    return _grouped_gradients(operands, groups, needs, tuple(dtypes), *arguments[19:])

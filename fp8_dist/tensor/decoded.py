@@ -12,14 +12,9 @@ import torch
 from torch import ScriptObject, Tensor
 from torch.distributed import Work
 
+from fp8_dist import torch_internals
 from fp8_dist.tensor.wrapper import TensorSubclass
-from fp8_dist.torch_internals import (
-    is_mutable,
-    is_plain,
-    tree_leaves,
-    tree_map_only,
-    written_arguments,
-)
+from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 
 class Encoded(NamedTuple):
@@ -70,10 +65,15 @@ class Decoded(TensorSubclass):
     def of(
         data: Tensor, decode: Callable[[Tensor], Tensor], encode: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """Decode data. The arguments are those of :class:`Encoded`. Of a fake tensor it is one."""
+        """Return the decoded copy of data, a plain tensor if the data is fake.
+
+        The arguments are those of :class:`Encoded`.
+        """
         with torch.inference_mode(data.is_inference()), torch.no_grad():
             copy = decode(data)
-        return Decoded._view(copy, Encoded(data, copy, decode, encode)) if is_plain(copy) else copy
+        if not torch_internals.is_plain(copy):
+            return copy
+        return Decoded._view(copy, Encoded(data, copy, decode, encode))
 
     @staticmethod
     def _view(plain: Tensor, source: Encoded) -> "Decoded":
@@ -88,32 +88,25 @@ class Decoded(TensorSubclass):
 
     @classmethod
     @torch.no_grad()
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Under inference_mode, composite operators arrive here without being decomposed.
         if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
             return result
         entries = [arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Decoded)]
-        if func.is_view:
-            source = entries[0].source
-            args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
-            views = func(*args, **kwargs)
-            return tree_map_only(Tensor, lambda view: cls._view(view, source), views)
-        for source in {id(entry.source): entry.source for entry in entries}.values():
+        for source in {id(x.source): x.source for x in entries if not func.is_view}.values():
             source.read()
-        written = tree_leaves(written_arguments(func, args, kwargs))
+        written = tree_leaves(torch_internals.written_arguments(func, args, kwargs))
         args, kwargs = tree_map_only(Decoded, lambda x: x.plain, (args, kwargs))
         out = func(*args, **kwargs)
+        if func.is_view:
+            return tree_map_only(Tensor, lambda view: cls._view(view, entries[0].source), out)
         for work in tree_leaves(out) if func.namespace == "c10d" else ():
             if isinstance(work, ScriptObject | Work):
                 _wait(work)
         sources = {id(x.source): x.source for x in written if isinstance(x, Decoded)}
         for source in sources.values():
             source.write()
-        if not is_mutable(func):
-            return out
         by_plain = {id(entry.plain): entry for entry in entries}
         return tree_map_only(Tensor, lambda x: by_plain.get(id(x), x), out)
 

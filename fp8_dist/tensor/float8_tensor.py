@@ -169,13 +169,7 @@ class Float8Tensor(TensorSubclass):
         return 0
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Other types (DTensor, a collective's result in flight) handle the operator first.
         known = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
         if not all(t in known or issubclass(t, STAND_INS) for t in types):

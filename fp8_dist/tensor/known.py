@@ -29,29 +29,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fp8_dist import scaling, torch_internals
 from fp8_dist.device import is_captured
 from fp8_dist.mesh import Layout
-from fp8_dist.scaling import (
-    Scheme,
-    Start,
-    Statistics,
-    common_start,
-    empty_statistics,
-    packed,
-    unpacked,
-)
+from fp8_dist.scaling import Scheme, Start, Statistics
 from fp8_dist.tensor.wrapper import MOVES, WrapperParameter
-from fp8_dist.torch_internals import (
-    outside_of_modes,
-    storage_address,
-    tree_leaves,
-    tree_map_only,
-    version_of,
-    written_arguments,
-)
+from fp8_dist.torch_internals import tree_leaves, tree_map_only, version_of
 
 aten = torch.ops.aten
 
@@ -99,13 +85,14 @@ class Kept(NamedTuple):
     whole: bool = False
 
     def unpack(self, known: Tensor, shape: Sequence[int]) -> dict[Scheme, Statistics]:
-        """The inverse of :func:`packed`, for a part of this shape."""
+        """The inverse of :func:`fp8_dist.scaling.packed`, for a part of this shape."""
         shape, start = (self.layout.shape, (0, 0)) if self.whole else (shape, self.start())
-        return dict(zip(self.schemes, unpacked(known, self.schemes, shape, start), strict=True))
+        statistics = scaling.unpacked(known, self.schemes, shape, start)
+        return dict(zip(self.schemes, statistics, strict=True))
 
     def start(self) -> Start:
-        """The :func:`common_start` of the schemes."""
-        return common_start(self.schemes, self.layout)
+        """The :func:`fp8_dist.scaling.common_start` of the schemes."""
+        return scaling.common_start(self.schemes, self.layout)
 
 
 class KnownWeight(WrapperParameter):
@@ -126,27 +113,9 @@ class KnownWeight(WrapperParameter):
     parts: ClassVar[tuple[str, ...]] = ("plain", "known", "valid")
     __slots__ = ("known", "seen", "valid")
 
-    @staticmethod
-    def __new__(
-        cls,
-        plain: Tensor,
-        /,
-        *static: Any,
-        known: Tensor | None = None,
-        valid: Tensor | None = None,
-        requires_grad: Any = None,
-        **_: Any,
-    ) -> "KnownWeight":
-        if requires_grad is not None:
-            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
-            # Of a plain tensor this is a plain parameter.
-            return nn.Parameter(plain, requires_grad)  # type: ignore[return-value]
-        self = cls.made(plain, plain.dtype)
-        for name, value in zip(cls.static, static, strict=True):
-            setattr(self, name, value)
-        self.known = plain.new_empty(0, dtype=torch.int32) if known is None else known
+    def set_up(self, known: Tensor | None = None, valid: Tensor | None = None) -> None:
+        self.known = self.plain.new_empty(0, dtype=torch.int32) if known is None else known
         self.valid, self.seen = _flag() if valid is None else valid, 0
-        return self
 
     @staticmethod
     def unwrap(tensor: Tensor) -> Tensor:
@@ -167,7 +136,8 @@ class KnownWeight(WrapperParameter):
     def reserve(self, kept: Kept) -> None:
         """Preallocate the statistics buffer, on whose shape graphs depend."""
         keys = [scheme.key for scheme in kept.schemes]
-        self.known = torch.cat(packed([tuple(empty_statistics(self.plain, keys, kept.start()))]))
+        statistics = tuple(scaling.empty_statistics(self.plain, keys, kept.start()))
+        self.known = torch.cat(scaling.packed([statistics]))
 
     def has(self, flag: int) -> bool:
         """Whether ``valid`` is one of the states above; not in graphs."""
@@ -206,7 +176,7 @@ class KnownWeight(WrapperParameter):
             parameter: the parameter that has this tensor.
             source: one of the sources above.
         """
-        parts = packed(statistics)
+        parts = scaling.packed(statistics)
         self.known = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.seen = version_of(parameter) or 0
         self._set_state(_valid(source, self._fingerprint(kept)))
@@ -218,7 +188,8 @@ class KnownWeight(WrapperParameter):
 
     def _fingerprint(self, kept: Kept) -> int:
         """Hash of version, storage and layout; positive."""
-        number = hash((version_of(self.plain), storage_address(self.known), kept))
+        address = torch_internals.storage_address(self.known)
+        number = hash((version_of(self.plain), address, kept))
         return 1 + (number & (1 << 60) - 1)
 
     def forget(self) -> None:
@@ -233,11 +204,11 @@ class KnownWeight(WrapperParameter):
         self._set_state(UNKNOWN)
 
     def _state(self) -> int:
-        with outside_of_modes():
+        with torch_internals.outside_of_modes():
             return int(self.valid)
 
     def _set_state(self, value: int) -> None:
-        with outside_of_modes():
+        with torch_internals.outside_of_modes():
             self.valid.fill_(value)
 
     def assigned(self, value: Tensor) -> Self:
@@ -251,17 +222,11 @@ class KnownWeight(WrapperParameter):
         return self.like(self.unwrap(value.detach()))
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         args_, kwargs_ = tree_map_only(KnownWeight, cls.unwrap, (args, kwargs))
         out = func(*args_, **kwargs_)
-        for tensor in tree_leaves(written_arguments(func, args, kwargs)):
+        for tensor in tree_leaves(torch_internals.written_arguments(func, args, kwargs)):
             if isinstance(tensor, KnownWeight):
                 tensor.forget()
         if func is aten.copy_.default:
@@ -282,5 +247,5 @@ def _flag() -> Tensor:
     # A normal tensor on the host, which can be written to in any mode.
     if torch.compiler.is_compiling():
         return torch.full((), UNKNOWN, dtype=torch.int64, device="cpu")
-    with torch.inference_mode(False), outside_of_modes():
+    with torch.inference_mode(False), torch_internals.outside_of_modes():
         return torch.full((), UNKNOWN, dtype=torch.int64, device="cpu")

@@ -11,18 +11,12 @@ from typing import Any
 
 import torch
 
+from fp8_dist import torch_internals
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import Level, Scales, Scheme, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantize_detached
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    AsyncCollectiveTensor,
-    funcol,
-    graphs_fuse_collectives,
-    shard_dim_alltoall,
-    wrapped_in_flight,
-)
+from fp8_dist.torch_internals import funcol, shard_dim_alltoall
 
 aten = torch.ops.aten
 
@@ -69,7 +63,8 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return x.rewrap(qdata=moved)  # permuted without effect
         scales = tuple([scale.transpose(-2, -1) if scale.ndim else scale for scale in x.scales])
         return x.rewrap(qdata=moved, scale=scales, scheme=transposed, start=x.start[::-1])
-    views = [func(view, *rest, **kwargs) for view in _expanded(x)]
+    expanded = [_expanded(x, level, scale) for level, scale in _moving_levels(x)]
+    views = [func(view, *rest, **kwargs) for view in expanded]
     if isinstance(moved, torch.Tensor):
         return _with_moved_scales(func, x, moved, views)
     parts = zip(moved, *views, strict=True)
@@ -127,22 +122,17 @@ def _changed(x: Float8Tensor, change: Callable[[Level, torch.Tensor], torch.Tens
     return tuple([scale if level.is_scalar else change(level, scale) for level, scale in pairs])
 
 
-def _expanded(x: Float8Tensor) -> list[torch.Tensor]:
-    """Views of the scales in the shape of the data, with stride 0 along the dims they cover."""
-    views = []
-    for level, scale in _moving_levels(x):
-        fixed = _fixed_dims(level, x.ndim)
-        stride = [0 if dim in fixed else n for dim, n in enumerate(scale.stride())]
-        views.append(scale.as_strided(x.qdata.shape, stride, scale.storage_offset()))
-    return views
+def _expanded(x: Float8Tensor, level: Level, scale: torch.Tensor) -> torch.Tensor:
+    """A view of scales in the shape of the data, with stride 0 along the dims that they cover."""
+    fixed = _fixed_dims(level, x.ndim)
+    strides = [0 if dim in fixed else n for dim, n in enumerate(scale.stride())]
+    return scale.as_strided(x.qdata.shape, strides, scale.storage_offset())
 
 
 def _with_moved_scales(
     func: Any, x: Float8Tensor, qdata: torch.Tensor, expanded: Sequence[torch.Tensor]
 ) -> Float8Tensor:
     """Rewrap ``x`` with data moved by ``func``, and with expanded scales that it moved as well."""
-    if not expanded:  # one scale for the whole tensor
-        return x.rewrap(qdata=qdata)
     scheme, scales, moved = x.scheme, list(x.scales), iter(expanded)
     for i, level in enumerate(scheme.levels):
         if level.is_scalar:
@@ -235,7 +225,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     scales: list[torch.Tensor] = []
     for i, level in enumerate(first.scheme.levels):
         parts, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
-        if level.is_scalar or block is None:
+        if block is None:
             scales.append(_common_scale(parts))
         else:
             if block > 1:
@@ -407,21 +397,21 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
 
 def _as_sent(x: Float8Tensor, qdata: torch.Tensor) -> torch.Tensor:
     """Data as a message has it: bytes, but float8 where a graph fuses the gather with a GEMM."""
-    typed = _is_traced(x) and graphs_fuse_collectives() and not _moving_levels(x)
+    typed = _is_traced(x) and torch_internals.graphs_fuse_collectives() and not _moving_levels(x)
     return qdata if typed else as_bytes(qdata)
 
 
 def _is_traced(x: Float8Tensor) -> bool:
     """Whether ``x`` is a stand-in without data, while torch.compile traces."""
-    return isinstance(x.qdata, STAND_INS)
+    return isinstance(x.qdata, torch_internals.STAND_INS)
 
 
 # torch >= 2.13 wraps the result of a collective with an operator, older releases with a plain call.
-if wrapped_in_flight is not None:
+if torch_internals.wrapped_in_flight is not None:
 
-    @implements(wrapped_in_flight)
+    @implements(torch_internals.wrapped_in_flight)
     def _in_flight(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        return AsyncCollectiveTensor(args[0])
+        return torch_internals.AsyncCollectiveTensor(args[0])
 
 
 @implements(aten.mm.default, aten.addmm.default)

@@ -16,14 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.scaling import Scheme, unpack
-from fp8_dist.tensor.wrapper import (
-    MOVES,
-    WrapperParameter,
-    bytes_of,
-    padded_shard,
-    rebuilt,
-    unpadded,
-)
+from fp8_dist.tensor import wrapper
+from fp8_dist.tensor.wrapper import bytes_of
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -36,11 +30,11 @@ _ON_BYTES = {
     c10d.scatter_.default,
 }
 # Operators, besides views, whose result is the same parameter.
-_SAME = MOVES | _ON_BYTES | {aten.new_empty.default}
+_SAME = wrapper.MOVES | _ON_BYTES | {aten.new_empty.default}
 _ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
-class Stored(WrapperParameter):
+class Stored(wrapper.WrapperParameter):
     """Base class of parameters that are moved without a conversion.
 
     Attributes:
@@ -53,30 +47,18 @@ class Stored(WrapperParameter):
     payload: ClassVar[torch.dtype | None] = None
     __slots__ = ("write",)
 
-    @staticmethod
-    def __new__(
-        cls, plain: torch.Tensor, /, *static: Any, requires_grad: Any = None, **_: Any
-    ) -> Any:
-        if requires_grad is not None:
-            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
-            if not isinstance(plain, cls):
-                raise NotImplementedError(
-                    f"a loader rebuilds a parameter that is stored in float8 ({cls.__name__}) from "
-                    f"data of {plain.dtype} alone, as accelerate's hooks do that offload weights; "
-                    "keep the model on one device, or call fp8_dist.unfreeze_from_float8(model) "
-                    "before it is offloaded"
-                )
-            return nn.Parameter(plain, requires_grad)
-        self = cls.made(plain, static[0], cls.shape_of(plain, *static))
-        self.write = None
-        for name, value in zip(cls.static[1:], static[1:], strict=True):
-            setattr(self, name, value)
-        return self
+    @classmethod
+    def check_rebuilds(cls, plain: torch.Tensor) -> None:
+        if not isinstance(plain, cls):
+            raise NotImplementedError(
+                f"a loader rebuilds a parameter that is stored in float8 ({cls.__name__}) from "
+                f"data of {plain.dtype} alone, as accelerate's hooks do that offload weights; "
+                "keep the model on one device, or call fp8_dist.unfreeze_from_float8(model) "
+                "before it is offloaded"
+            )
 
-    @staticmethod
-    def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]] | None:
-        """The size and the strides of the parameter; None: those of ``plain``."""
-        return None
+    def set_up(self) -> None:
+        self.write = None
 
     def readable(self, reader: str) -> torch.Tensor:
         if reader == "share_memory_()":
@@ -84,8 +66,9 @@ class Stored(WrapperParameter):
         raise NotImplementedError(f"{reader} of a weight that is stored in float8; {_REMEDY}")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        parts = type(self), bytes_of(self.plain), self.plain.dtype
-        return rebuilt, (*parts, self.__tensor_flatten__()[1], self.requires_grad, self.__dict__)
+        _, static = self.__tensor_flatten__()
+        parts = type(self), bytes_of(self.plain), self.plain.dtype, static
+        return wrapper.rebuilt, (*parts, self.requires_grad, self.__dict__)
 
     def assigned(self, value: torch.Tensor) -> Self:
         if not isinstance(value, type(self)):
@@ -96,13 +79,7 @@ class Stored(WrapperParameter):
         return value
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         stored = next(arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Stored))
         # Under inference_mode, composite operators arrive here without being decomposed.
@@ -157,7 +134,7 @@ class Stored(WrapperParameter):
         Collectives: none.
         """
         size = self.inner_size(outer_size)
-        data = padded_shard(bytes_of(self.plain), size, mesh.size())
+        data = wrapper.padded_shard(bytes_of(self.plain), size, mesh.size())
         # A view of the payload's dtype, so that an audit can find it.
         return (bytes_of(data.view(self.payload or self.plain.dtype)),), size
 
@@ -172,7 +149,7 @@ class Stored(WrapperParameter):
         """Return the unsharded parameter for FSDP2, on the storage of the gathered bytes."""
         if out is not None:
             return None  # FSDP2 refilled the same storage
-        plain = unpadded(all_gather_outputs[0], self.plain.dtype, metadata)
+        plain = wrapper.unpadded(all_gather_outputs[0], self.plain.dtype, metadata)
         return self.like(plain, param_dtype), ()
 
 

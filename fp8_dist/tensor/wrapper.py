@@ -1,6 +1,5 @@
 """Base classes of tensor subclasses, and of parameters that wrap a plain tensor."""
 
-from collections.abc import Sequence
 from copy import deepcopy
 from inspect import signature
 from typing import Any, ClassVar, Self
@@ -8,13 +7,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.nn.functional import pad
 
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    disabled_torch_function,
-    make_wrapper,
-    stable_hash,
-    tensor_data,
-)
+from fp8_dist import torch_internals
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -38,8 +31,8 @@ class TensorSubclass(torch.Tensor):
     read the result of :meth:`readable`.
     """
 
-    _stable_hash_for_caching = stable_hash
-    __torch_function__ = disabled_torch_function
+    _stable_hash_for_caching = torch_internals.stable_hash
+    __torch_function__ = torch_internals.disabled_torch_function
 
     def readable(self, reader: str) -> torch.Tensor:
         """Return a plain tensor with the values, on the same memory.
@@ -63,14 +56,14 @@ class TensorSubclass(torch.Tensor):
 class WrapperParameter(TensorSubclass):
     """Base class of parameters that wrap a plain tensor.
 
-    A subclass defines the constructor, the dispatch of operators, assignments to ``data``, and the
-    hooks of FSDP2's all-gather. Its attributes are slots, because loaders pass the dict of a
-    parameter to its type.
+    A subclass defines the dispatch of operators, assignments to ``data``, and the hooks of FSDP2's
+    all-gather. Its attributes are slots, because loaders pass the dict of a parameter to its type.
 
     Attributes:
         plain: the plain tensor inside, of this tensor's shape unless it is packed. It may have
             another dtype.
         static: the names of the other arguments of the constructor, and of their attributes.
+            ``dtype`` is by default that of ``plain``.
         parts: the names of the inner tensors. The constructor takes those after ``plain`` by name.
     """
 
@@ -85,19 +78,37 @@ class WrapperParameter(TensorSubclass):
         if (hook := vars(cls).get("fsdp_pre_all_gather")) is not None:
             hook.__signature__ = signature(hook)
 
-    @classmethod
-    def made(
-        cls,
-        plain: torch.Tensor,
-        dtype: torch.dtype,
-        shape: tuple[Sequence[int], Sequence[int]] | None = None,
-    ) -> Self:
-        """Make a tensor of this type; for constructors. ``shape``: see :func:`make_wrapper`."""
+    @staticmethod
+    def __new__(
+        cls, plain: torch.Tensor, /, *static: Any, requires_grad: Any = None, **parts: Any
+    ) -> Any:
+        if requires_grad is not None:
+            # A loader rebuilds a parameter p: ``type(p)(tensor, p.requires_grad, **p.__dict__)``.
+            # Of a plain tensor this is a plain parameter.
+            cls.check_rebuilds(plain)
+            return torch.nn.Parameter(plain, requires_grad)
+        values = dict(zip(cls.static, static, strict=True))
+        dtype, shape = values.pop("dtype", plain.dtype), cls.shape_of(plain, *static)
         # Under inference_mode too, a view of a parameter is not an inference tensor.
         with torch.inference_mode(plain.is_inference()):
-            self: Self = make_wrapper(cls, plain, dtype, plain.is_pinned(), shape)
+            self = torch_internals.make_wrapper(cls, plain, dtype, plain.is_pinned(), shape)
         self.plain = plain
+        for name, value in values.items():
+            setattr(self, name, value)
+        self.set_up(**parts)
         return self
+
+    @classmethod
+    def check_rebuilds(cls, plain: torch.Tensor) -> None:
+        """Raise NotImplementedError if a loader can't rebuild a parameter from this tensor."""
+
+    @staticmethod
+    def shape_of(plain: torch.Tensor, *static: Any) -> tuple[list[int], list[int]] | None:
+        """The size and the strides of the parameter; ``None``: those of ``plain``."""
+        return None
+
+    def set_up(self) -> None:
+        """Set the attributes that are not ``static``, given the other ``parts`` by name."""
 
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of this type around another plain tensor.
@@ -132,17 +143,17 @@ class WrapperParameter(TensorSubclass):
 
     def set_(self, *args: Any) -> torch.Tensor:
         # torch lets fake tensors share memory by this. The plain tensors inside do already.
-        return self if isinstance(self.plain, STAND_INS) else super().set_(*args)
+        return self if isinstance(self.plain, torch_internals.STAND_INS) else super().set_(*args)
 
     @property
     def data(self) -> torch.Tensor:
         """The tensor's data. An assignment also replaces the plain tensor inside."""
-        return tensor_data.__get__(self)
+        return torch_internals.tensor_data.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         assigned = self.assigned(value)
-        tensor_data.__set__(self, assigned)
+        torch_internals.tensor_data.__set__(self, assigned)
         self.plain = assigned.plain
 
     # torch's own copying and pickling assume that a tensor with an address has a storage.

@@ -20,8 +20,7 @@ from fp8_dist.kernels import Groups
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.mesh import narrowed, regions, taken
-from fp8_dist.moe.config import Float8ExpertsConfig
-from fp8_dist.moe.operators import GroupedOperands, grouped_gradients, grouped_mm
+from fp8_dist.moe import operators
 from fp8_dist.scaling import Quantized, multiply, scheme_named, transposed
 
 Element = tuple[int, ...]
@@ -367,13 +366,12 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
     if sizes is None:
         are_transposed = gemm == "grad_weight", gemm == "output"
         return multiply(left, right, are_transposed, dtype, tuple(record["options"]))
-    recipe, pads, emulate, is_transposed = record["options"]
-    config = Float8ExpertsConfig(recipe, pad_token_groups_for_grouped_mm=pads, emulate=emulate)
+    _, pads, emulate, is_transposed = record["options"]
     groups = Groups.of(sizes, sizes, len(left.qdata))
     if gemm == "output":
-        return grouped_mm(left, right, True, groups, dtype, config)
+        return operators.grouped_mm(left, right, True, groups, dtype, emulate)
     is_whole = [*right.qdata.shape[1:]] == record["right"]["shape"][1:]
-    if gemm == "grad_input" and config.folds and not is_whole:
+    if gemm == "grad_input" and operators.has_scales_to_fold(right) and not is_whole:
         return None  # the folded scales are those of whole rows
     weight = right
     if gemm == "grad_weight":
@@ -381,8 +379,9 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
         empty = right.qdata.new_empty((len(sizes), *shape[:: -1 if is_transposed else 1]))
         weight = right._replace(qdata=empty.mT if is_transposed else empty)
     needs = gemm == "grad_input", gemm == "grad_weight"
-    operands = GroupedOperands(left, right, weight)
-    return grouped_gradients(operands, groups, needs, (dtype, dtype), config)[needs[1]]
+    operands, dtypes = operators.GroupedOperands(left, right, weight), (dtype, dtype)
+    gradients = operators.grouped_gradients(operands, groups, needs, dtypes, pads, emulate)
+    return gradients[needs[1]]
 
 
 def first_element(bad: Tensor, low: Record) -> Element:

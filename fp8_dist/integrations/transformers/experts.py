@@ -49,18 +49,17 @@ def experts_forward(
     _check_whole(self)
     _warn_if_set(self)
     num_experts, group, mesh = division or moe.division_of(self)
-    is_parted = mesh is not None
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    up = [moe.weight_of(self, first, is_parted)]
+    up = [moe.weight_of(self, first)]
     (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
         hidden = add_bias(hidden, first_bias, routing.groups)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
-    slots = combined_product(hidden, moe.weight_of(self, second, is_parted), routing, config, bias)
+    slots = combined_product(hidden, moe.weight_of(self, second), routing, config, bias)
     slots = slots.view(*top_k_weights.shape, slots.shape[1])
     output = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
     if mesh is None:
