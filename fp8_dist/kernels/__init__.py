@@ -9,31 +9,9 @@ import torch
 
 # Importing cpu registers its implementations.
 from fp8_dist.kernels import cpu as cpu
-from fp8_dist.kernels.blocks import (
-    amaxes_of_groups as amaxes_of_groups,
-    block_amaxes as block_amaxes,
-    block_exponents as block_exponents,
-    blocks_along as blocks_along,
-    cast_blocks as cast_blocks,
-    dequantize_blocks as dequantize_blocks,
-    expanded as expanded,
-    fp32_scales as fp32_scales,
-    pack_blocks as pack_blocks,
-    powers_of_2 as powers_of_2,
-    quantize_block_copies as quantize_block_copies,
-    reblock as reblock,
-    scaled_by as scaled_by,
-)
+from fp8_dist.kernels.blocks import block_exponents as block_exponents, fp32_scales as fp32_scales
 from fp8_dist.kernels.custom_op import CustomOp as CustomOp, custom_op as custom_op
-from fp8_dist.kernels.e2m1 import (
-    E2M1_X2 as E2M1_X2,
-    pack_e2m1 as pack_e2m1,
-    unpack_e2m1 as unpack_e2m1,
-)
-from fp8_dist.kernels.fp32_blocks import (
-    quantize_by_scales as quantize_by_scales,
-    fp32_block_scales as fp32_block_scales,
-)
+from fp8_dist.kernels.e2m1 import E2M1_X2 as E2M1_X2, pack_e2m1 as pack_e2m1
 from fp8_dist.kernels.folding import fold_groups as fold_groups, unit_scales as unit_scales
 from fp8_dist.kernels.gemm import (
     GemmOptions as GemmOptions,

@@ -236,35 +236,14 @@ def dequantize_blocks(
 ) -> torch.Tensor:
     """Multiply float8 data by its block scales (exponents or fp32), in a wider dtype.
 
-    The result has the memory layout of ``x``. With exponents it is exact, except for values that
-    are subnormal in bf16.
+    The result has the memory layout of ``x``, which may be of that dtype already. With exponents it
+    is exact, except for values that are subnormal in bf16.
     """
-    return dequantized_with(torch.Tensor.to, x, scales, blocks, dtype)
-
-
-def dequantized_with(
-    upcast: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
-    x: torch.Tensor,
-    scales: torch.Tensor,
-    blocks: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Implement :func:`dequantize_blocks` with the given conversion to the wider dtype."""
-    if is_transposed(x):
-        blocks = transposed_blocks(blocks)
-        return dequantized_with(upcast, x.t(), scales.t(), blocks, dtype).t()
-    return scaled_by(upcast(x, dtype), fp32_scales(scales), blocks)
-
-
-def is_transposed(x: torch.Tensor) -> bool:
-    """Return whether a matrix has contiguous columns in memory, and no contiguous rows."""
-    return x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous()
-
-
-def transposed_blocks(blocks: Sequence[int]) -> tuple[int, int, int, int]:
-    """Return the blocks of a matrix's transpose."""
-    rows, columns, first_row, first_column = blocks
-    return columns, rows, first_column, first_row
+    if x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous():
+        rows, columns, first_row, first_column = blocks
+        blocks = columns, rows, first_column, first_row
+        return dequantize_blocks.portable(x.t(), scales.t(), blocks, dtype).t()
+    return scaled_by(x.to(dtype), fp32_scales(scales), blocks)
 
 
 @custom_op(

@@ -35,14 +35,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from struct import Struct
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8_dist.device import FLOAT8_DTYPES
-from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks, dequantized_with
-from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm, scaled_mm_with
+from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks
+from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 from fp8_dist.torch_internals import has_bf16_instructions
 
@@ -58,16 +57,9 @@ _HAS_BF16 = has_bf16_instructions()
 FEW = 4096  # elements
 
 
-class _Format(NamedTuple):
-    shift: int  # from the 7 bits of a float8 number to their place in a bf16 number
-    exponent: int  # log2 of the correcting factor: 127 minus the exponent bias of the format
-    last_finite: int  # the 7 bits of the largest finite number
-
-
-_FORMATS = {
-    torch.float8_e4m3fn: _Format(shift=4, exponent=120, last_finite=0x7E),
-    torch.float8_e5m2: _Format(shift=5, exponent=112, last_finite=0x7B),
-}
+# For each format: the shift of the 7 bits of a number to their place in a bf16 number; log2 of the
+# correcting factor, which is 127 minus the exponent bias; the 7 bits of the largest finite number.
+_FORMATS = {torch.float8_e4m3fn: (4, 120, 0x7E), torch.float8_e5m2: (5, 112, 0x7B)}
 
 
 def upcast(qdata: Tensor, dtype: torch.dtype, is_finite: bool = False) -> Tensor:
@@ -81,15 +73,15 @@ def upcast(qdata: Tensor, dtype: torch.dtype, is_finite: bool = False) -> Tensor
     if qdata.numel() < FEW:
         # bfloat16() costs less than to(), and bf16 is the most frequent dtype.
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
-    known = _FORMATS.get(qdata.dtype)
-    if known is None or _flushes() or not (is_finite or _is_finite(qdata, known.last_finite)):
+    shift, exponent, last_finite = _FORMATS.get(qdata.dtype, (0, 0, 0))
+    if not shift or _flushes() or not (is_finite or _is_finite(qdata, last_finite)):
         # Through bf16, as below, so that both paths give a NaN the same bits.
         return qdata.bfloat16().to(dtype)
     # The conversion from int8 to int16 repeats the sign in all upper bits, so it is already in
     # bit 15. A multiplication is faster than a shift.
-    bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << known.shift)
-    bits.bitwise_and_((0x7F << known.shift) - 0x8000)
-    return bits.view(torch.bfloat16).mul_(2.0**known.exponent).to(dtype)
+    bits = qdata.view(torch.int8).to(torch.int16).mul_(1 << shift)
+    bits.bitwise_and_((0x7F << shift) - 0x8000)
+    return bits.view(torch.bfloat16).mul_(2.0**exponent).to(dtype)
 
 
 def _is_finite(qdata: Tensor, last: int) -> bool:
@@ -134,7 +126,8 @@ def _scalar(number: float) -> Tensor:
     return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
 
 
-_dequantize = partial(dequantized_with, upcast)
+def _dequantize(x: Tensor, scales: Tensor, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return dequantize_blocks.portable(upcast(x, dtype), scales, blocks, dtype)
 
 
 def gemm_dtype(out_dtype: torch.dtype, any_order: bool) -> torch.dtype:
@@ -232,5 +225,5 @@ def _lines_of_nan(
 amax.register("cpu", _amax)
 scaling_from_amax.register("cpu", _scaling_from_amax)
 dequantize_blocks.register("cpu", _dequantize)
-scaled_mm.register("cpu", partial(scaled_mm_with, _emulated))
+scaled_mm.register("cpu", partial(scaled_mm.portable, emulated=_emulated))
 block_scaled_mm.register("cpu", _block_scaled_mm)

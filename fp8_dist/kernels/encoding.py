@@ -34,12 +34,13 @@ def block_count(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def _empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the results of :func:`encode_float8`, uninitialized."""
     codes = x.new_empty(x.shape, dtype=torch.uint8)
     return codes, codes.new_empty(*x.shape[:-1], block_count(x.shape[-1]))
 
 
-@custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=_empty_codes)
+@custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=empty_codes)
 def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a tensor as codes and block exponents.
 

@@ -55,20 +55,48 @@ def emulated_mm(
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
 
 
-def scaled_mm_with(
-    emulated: Callable[..., Tensor],
+def _empty_product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, _: GemmOptions
+) -> Tensor:
+    _check_scales(a, b, scale_a, scale_b)
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+
+
+@custom_op(
+    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
+    "bool[] options) -> Tensor",
+    fake=_empty_product,
+)
+def scaled_mm(
     a: Tensor,
     b: Tensor,
     scale_a: Tensor,
     scale_b: Tensor,
     out_dtype: torch.dtype,
     options: GemmOptions,
+    emulated: Callable[..., Tensor] = emulated_mm,
 ) -> Tensor:
-    """Implement :func:`scaled_mm` with the given emulation.
+    """Compute ``(a * scale_a) @ (b * scale_b)`` for local float8 data.
 
     Args:
+        a: ``[M, K]``, any strides, a float8 dtype.
+        b: ``[K, N]``, any strides, a float8 dtype. Of either operand, K may be rounded up to a
+            multiple of ``ALIGNMENT`` by zeros.
+        scale_a: fp32, 0-dim or ``[M, 1]``.
+        scale_b: fp32, 0-dim or ``[1, N]``.
+        out_dtype: dtype of the result.
+        options: ``use_fast_accum``, see ``torch._scaled_mm``; ``pad_inner_dim``, whether to pad K
+            and N with zeros if :func:`needs_alignment` is true; ``emulate``, whether to compute in
+            a wider type even on devices with a float8 GEMM; ``any_order``, whether an emulation may
+            round sums in an order that depends on M and N.
         emulated: computes the product in a wider type from the arguments ``a`` to ``out_dtype``,
-            and ``any_order``.
+            and ``any_order``. It is no argument of the operator.
+
+    Returns:
+        ``[M, N]``, contiguous.
+
+    Raises:
+        ValueError: a scale varies along K, or the device does not support the dims or the dtypes.
     """
     use_fast_accum, pad_inner_dim, emulate, any_order = options
     _check_scales(a, b, scale_a, scale_b)
@@ -89,49 +117,6 @@ def scaled_mm_with(
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype, any_order)
     return out if out.shape[1] == columns else out[:, :columns].contiguous()
-
-
-def _empty_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, _: GemmOptions
-) -> Tensor:
-    _check_scales(a, b, scale_a, scale_b)
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
-
-
-@custom_op(
-    "scaled_mm(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, ScalarType out_dtype, "
-    "bool[] options) -> Tensor",
-    fake=_empty_product,
-)
-def scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    out_dtype: torch.dtype,
-    options: GemmOptions,
-) -> Tensor:
-    """Compute ``(a * scale_a) @ (b * scale_b)`` for local float8 data.
-
-    Args:
-        a: ``[M, K]``, any strides, a float8 dtype.
-        b: ``[K, N]``, any strides, a float8 dtype. Of either operand, K may be rounded up to a
-            multiple of ``ALIGNMENT`` by zeros.
-        scale_a: fp32, 0-dim or ``[M, 1]``.
-        scale_b: fp32, 0-dim or ``[1, N]``.
-        out_dtype: dtype of the result.
-        options: ``use_fast_accum``, see ``torch._scaled_mm``; ``pad_inner_dim``, whether to pad K
-            and N with zeros if :func:`needs_alignment` is true; ``emulate``, whether to compute in
-            a wider type even on devices with a float8 GEMM; ``any_order``, whether an emulation may
-            round sums in an order that depends on M and N.
-
-    Returns:
-        ``[M, N]``, contiguous.
-
-    Raises:
-        ValueError: a scale varies along K, or the device does not support the dims or the dtypes.
-    """
-    return scaled_mm_with(emulated_mm, a, b, scale_a, scale_b, out_dtype, options)
 
 
 def fusible_scaled_mm(

@@ -14,11 +14,12 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.scale import INTEGERS, amax, scaling_from_amax
 
-Tensors = list[torch.Tensor]
+Tensors = list[Tensor]
 
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
@@ -27,9 +28,7 @@ ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
     "quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool saturate=True) -> Tensor",
     fake=lambda x, multiplier, dtype, **_: x.new_empty(x.shape, dtype=dtype),
 )
-def quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
-) -> torch.Tensor:
+def quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, saturate: bool = True) -> Tensor:
     """Cast ``saturate(float32(x) * m)`` to ``dtype``.
 
     Args:
@@ -46,9 +45,7 @@ def quantize(
     return multiplied(x.contiguous(), multiplier, dtype, saturate).to(dtype)
 
 
-def multiplied(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, saturate: bool
-) -> torch.Tensor:
+def multiplied(x: Tensor, multiplier: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
     """Compute the fp32 values that :func:`quantize` rounds to ``dtype``."""
     product = x * multiplier if x.dtype is torch.float32 else x.to(torch.float32).mul_(multiplier)
     if not saturate:
@@ -63,7 +60,7 @@ def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
+def padded(x: Tensor, missing: Sequence[int]) -> Tensor:
     """Pad with zeros like torch's ``pad``, but float8 data too. Without padding, return ``x``."""
     if not any(missing):
         return x
@@ -73,20 +70,20 @@ def padded(x: torch.Tensor, missing: Sequence[int]) -> torch.Tensor:
     return torch.nn.functional.pad(x.view(torch.uint8), missing).view(x.dtype)
 
 
-def empty_copies(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
+def empty_copies(x: Tensor, dtype: torch.dtype, transposed: Sequence[bool]) -> Tensors:
     """Allocate the float8 copies of a local tensor, uninitialized."""
     shapes = x.shape, (x.shape[-1] if x.ndim else 1, rounded_up(math.prod(x.shape[:-1])))
     return [x.new_empty(shapes[is_transposed], dtype=dtype) for is_transposed in transposed]
 
 
-def empty_transposed(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
+def empty_transposed(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Allocate the result of :func:`transposed_copy`, uninitialized."""
     *others, rows, columns = x.shape
     return x.new_empty((*others, columns, rounded_up(rows, multiple)))
 
 
 @custom_op("transposed_copy(Tensor x, int multiple=16) -> Tensor", fake=empty_transposed)
-def transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
+def transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Copy contiguous matrices ``[..., M, K]`` of 1-byte elements to contiguous transposes.
 
     Args:
@@ -104,7 +101,7 @@ def transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
     return out
 
 
-def as_matrix(x: torch.Tensor) -> torch.Tensor:
+def as_matrix(x: Tensor) -> Tensor:
     """Flatten ``[..., K]`` to ``[M, K]``, as a view if strides allow it.
 
     A tensor with fewer than 2 dims becomes one row.
@@ -119,8 +116,8 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
     "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]"
 )
 def cast_copies(
-    x: torch.Tensor,
-    amaxes: Sequence[torch.Tensor],
+    x: Tensor,
+    amaxes: Sequence[Tensor],
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     of: Sequence[int],
@@ -146,8 +143,8 @@ def cast_copies(
 
 
 def fusible_copies(
-    x: torch.Tensor,
-    amax: torch.Tensor,
+    x: Tensor,
+    amax: Tensor,
     dtype: torch.dtype,
     transposed: Sequence[bool],
     *,
@@ -180,10 +177,7 @@ def fusible_copies(
     "-> Tensor[]"
 )
 def cast_rows(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    round_scales_to_power_of_2: bool,
-    transposed: Sequence[bool],
+    x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
 ) -> Tensors:
     """Cast copies of a local tensor with one scale per row.
 
@@ -200,8 +194,8 @@ def cast_rows(
     "bool[] transposed) -> Tensor[]"
 )
 def cast_and_measure(
-    x: torch.Tensor,
-    known: torch.Tensor,
+    x: Tensor,
+    known: Tensor,
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],

@@ -34,12 +34,13 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Scaling = tuple[torch.Tensor, torch.Tensor]
 
 
-def _empty_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+def empty_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
+    """Allocate the result of :func:`amax`, uninitialized."""
     shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
     return x.new_empty(shape, dtype=torch.float32)
 
 
-@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor", fake=_empty_amax)
+@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor", fake=empty_amax)
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute the maximum of the absolute values of a local tensor, fp32.
 
@@ -50,7 +51,7 @@ def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
         dims: dims to reduce, which keep size 1. ``None`` reduces all dims to a 0-dim tensor.
     """
     if x.numel() == 0:
-        return _empty_amax(x, dims).zero_()
+        return empty_amax(x, dims).zero_()
     if dims is None:
         low, high = torch.aminmax(x)
         # torch.maximum keeps a NaN; Python's max may not.

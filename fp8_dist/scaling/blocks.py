@@ -8,16 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist import kernels, mesh
+from fp8_dist import mesh
 from fp8_dist.device import fuses_casts
-from fp8_dist.kernels import (
-    GemmOptions,
-    block_scaled_mm,
-    dequantize_blocks,
-    fp32_scales,
-    scaled_by,
-    takes_transposed,
-)
+from fp8_dist.kernels import GemmOptions, block_scaled_mm, fp32_blocks, takes_transposed
+from fp8_dist.kernels import blocks as kernels
+from fp8_dist.kernels.quantization import transposed_copy
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Quantized, Scales, Scheme, Statistics
@@ -58,7 +53,8 @@ class BlockScheme(Scheme):
         return self.rows == 1
 
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
-        return scaled_by(qdata.to(torch.float32), fp32_scales(scales[0]), self._blocks(start))
+        values, factors = qdata.to(torch.float32), kernels.fp32_scales(scales[0])
+        return kernels.scaled_by(values, factors, self._blocks(start))
 
     def as_bf16(self, operand: Quantized) -> Tensor:
         """An operand in bf16, where a product with a power of two is exact unless subnormal."""
@@ -68,7 +64,7 @@ class BlockScheme(Scheme):
             return self.dequantize(x, (scales,), operand.start).bfloat16()
         # Matrices of whole blocks are one matrix.
         a, b = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, scales))
-        return dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
+        return kernels.dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"
@@ -88,7 +84,7 @@ class BlockScheme(Scheme):
         (a,), (b,), of = left.scales, right.scales, right.scheme
         assert isinstance(of, BlockScheme)
         if a.dtype is not b.dtype:
-            a, b = fp32_scales(a), fp32_scales(b)
+            a, b = kernels.fp32_scales(a), kernels.fp32_scales(b)
         blocks = self._blocks(left.start), of._blocks(right.start)
         return block_scaled_mm(left.qdata, right.qdata, a, b, *blocks, out_dtype, options[2])
 
@@ -119,7 +115,7 @@ class BlockScheme(Scheme):
         tokens = mesh.narrowed(tokens, mesh.global_offset(layout)[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
-        new, values = _resized(self, 1, 1), dequantize_blocks(*known, torch.float32)
+        new, values = _resized(self, 1, 1), kernels.dequantize_blocks(*known, torch.float32)
         new_scales = new.scales_of_amaxes(kernels.amaxes_of_groups(values, group, count))
         new_scales = mesh.all_reduce_max(new_scales, mesh.groups_over(layout.mesh, axes))
         row_scales = (new_scales.index_select(0, group),)
@@ -131,10 +127,11 @@ class BlockScheme(Scheme):
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
         """Cast float8 data ``[M, K]`` to blocks of one column; the data and the scales."""
-        values, new = dequantize_blocks(*known, torch.float32), _resized(self, self.columns, 1)
+        new = _resized(self, self.columns, 1)
+        values = kernels.dequantize_blocks(*known, torch.float32)
         scales = new.scales_from(new.measure(values))
         data = new.quantize(values, scales, (0, 0))
-        return kernels.transposed_copy(data, self.columns) if transposed else data, scales[0]
+        return transposed_copy(data, self.columns) if transposed else data, scales[0]
 
     def _blocks(self, start: Start) -> list[int]:
         """The description of blocks for kernels: rows, columns, first row and first column."""
@@ -235,11 +232,11 @@ class Fp32Blocks(BlockScheme):
         return (kernels.block_amaxes(self._taken(x), self._blocks(start)),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (kernels.fp32_block_scales(statistics[0], self.dtype),)
+        return (fp32_blocks.fp32_block_scales(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         x, (scale,) = self._taken(x), scales
-        return kernels.quantize_by_scales(x, scale, self.dtype, self._blocks(start))
+        return fp32_blocks.quantize_by_scales(x, scale, self.dtype, self._blocks(start))
 
 
 def matrix_operand(operand: Quantized) -> Quantized:

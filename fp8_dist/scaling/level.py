@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8_dist.kernels import blocks_along
+from fp8_dist.kernels.blocks import blocks_along
 from fp8_dist.mesh import Layout, Pieces, cuts_blocks, local_pieces, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).

@@ -6,7 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist.kernels import E2M1_X2, pack_blocks, pack_e2m1, unpack_e2m1
+from fp8_dist.kernels.blocks import pack_blocks
+from fp8_dist.kernels.e2m1 import E2M1_X2, pack_e2m1, unpack_e2m1
 from fp8_dist.scaling.blocks import Blocks
 from fp8_dist.scaling.level import Start
 from fp8_dist.scaling.scheme import Scales, Statistics

@@ -27,16 +27,11 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
     ``start`` is the :func:`common_start` of the schemes.
     """
     if not torch.compiler.is_compiling():
-        return _measure(x, schemes, start)
+        return measure_together(x, schemes, start)
     if len(schemes) == 1 and (fusible := schemes[0].fusible_statistics(x)) is not None:
         return [fusible]
     flat = measure_operator.overload(x, [scheme.key for scheme in schemes], start)
     return by_scheme(schemes, flat)[0]
-
-
-def _measure(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
-    first = schemes[0]
-    return [first.measure(x, start)] if len(schemes) == 1 else measure_together(x, schemes, start)
 
 
 def cast(
@@ -194,8 +189,8 @@ def _levels(
 @custom_op("measure(Tensor x, str[] schemes, int[] start) -> Tensor[]", fake=empty_statistics)
 def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) -> list[Tensor]:
     """Operator of :func:`measure`."""
-    kinds = [scheme_named(key) for key in schemes]
-    return [s for statistics in _measure(x, kinds, (start[0], start[1])) for s in statistics]
+    measured = measure_together(x, [*map(scheme_named, schemes)], (start[0], start[1]))
+    return [statistic for statistics in measured for statistic in statistics]
 
 
 @custom_op(

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fp8_dist import mesh
-from fp8_dist.kernels import GemmOptions, blocks_along, expanded, fp32_scales, transposed_copy
+from fp8_dist.kernels import GemmOptions, fp32_scales, transposed_copy
+from fp8_dist.kernels.blocks import blocks_along, expanded
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start, axes_of_level
 from fp8_dist.torch_internals import cached_but_in_graphs
@@ -452,10 +453,8 @@ _BY_KEY: dict[str, Scheme] = {}
 
 def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
     """:meth:`Scheme.start` for several schemes: each takes the remainder by its own blocks."""
-    if layout is None or not any(_sharded_block_dims(scheme, layout) for scheme in schemes):
+    if layout is None or not [s for s in schemes if _shards_blocked_dims(s, layout)]:
         return (0, 0)
-    for scheme in schemes:
-        _check_pieces(scheme, layout)
     return _start_at(mesh.global_offset(layout), schemes)
 
 
@@ -513,13 +512,6 @@ def _blocked_dims(scheme: Scheme, layout: Layout) -> tuple[int, ...]:
 
 
 @cached_but_in_graphs
-def _sharded_block_dims(scheme: Scheme, layout: Layout) -> bool:
-    ndim = len(layout.shape)
-    sharded = {mesh.sharded_dim(p, ndim) for p in layout.placements}
-    return any(dim % ndim in sharded for dim in _blocked_dims(scheme, layout))
-
-
-@cached_but_in_graphs
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
     dims = _blocked_dims(scheme, layout)
@@ -535,15 +527,19 @@ def _is_cut(scheme: Scheme, layout: Layout) -> bool:
 
 
 @cached_but_in_graphs
-def _check_pieces(scheme: Scheme, layout: Layout) -> None:
-    packed = any(mesh.has_strided_shards(layout, dim) for dim in _blocked_dims(scheme, layout))
-    if packed and _cuts_blocks(scheme, layout):
+def _shards_blocked_dims(scheme: Scheme, layout: Layout) -> bool:
+    """Whether a part may begin inside of a block. Raises if it has several such pieces."""
+    ndim, dims = len(layout.shape), _blocked_dims(scheme, layout)
+    strided = any(mesh.has_strided_shards(layout, dim) for dim in dims)
+    if strided and _cuts_blocks(scheme, layout):
         raise NotImplementedError(
             f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "
             f"cast with one scale per {scheme.covers}: ranks have several pieces of it "
             "(_StridedShard), and some begin inside of a block; redistribute it to Shard or "
             "Replicate first, or choose sizes of which all pieces have whole blocks"
         )
+    sharded = {mesh.sharded_dim(p, ndim) for p in layout.placements}
+    return any(dim % ndim in sharded for dim in dims)
 
 
 # Not the method itself: dynamo does not trace a cache that is an attribute of a class.

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from fp8_dist import kernels
 from fp8_dist.device import short_name
-from fp8_dist.kernels import E2M1_X2, CustomOp, Groups, encoding, folding
+from fp8_dist.kernels import E2M1_X2, CustomOp, Groups, e2m1, encoding, folding
+from fp8_dist.kernels import blocks as block_kernels
 from fp8_dist.kernels.cuda import triton as package
 from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.scale import INTEGERS
@@ -189,7 +190,7 @@ def fold_calls(m: int, k: int) -> Calls:
 
 def block_calls(m: int, k: int) -> Calls:
     """Casts with scales of blocks, and to other blocks."""
-    x, cast, calls = special(m, k), kernels.cast_blocks, {}
+    x, cast, calls = special(m, k), block_kernels.cast_blocks, {}
     kinds: tuple[tuple[Any, ...], ...] = (  # blocks, dtype, rule; new blocks
         ((1, 128, 0, 0), E4M3, None, 128),
         ((1, 32, 0, 5), E5M2, "ceil", 32),
@@ -202,22 +203,22 @@ def block_calls(m: int, k: int) -> Calls:
         of = f"{blocks[0]}x{blocks[1]} {short_name(dtype)}"
         exponents, data = cast.portable(x, dtype, blocks, rule, [False])
         calls[f"cast_blocks {of} both layouts"] = call(cast, x, dtype, blocks, rule, BOTH)
-        calls[f"block_exponents {of}"] = call(kernels.block_exponents, x, dtype, blocks, rule)
+        calls[f"block_exponents {of}"] = call(block_kernels.block_exponents, x, dtype, blocks, rule)
         copies = x, exponents, dtype, blocks, BOTH
-        calls[f"quantize_block_copies {of}"] = call(kernels.quantize_block_copies, *copies)
+        calls[f"quantize_block_copies {of}"] = call(block_kernels.quantize_block_copies, *copies)
         known = data, exponents, blocks
-        calls[f"reblock {of}"] = call(kernels.reblock, *known, rows, rule and "ceil", True)
+        calls[f"reblock {of}"] = call(block_kernels.reblock, *known, rows, rule and "ceil", True)
     for high in (BF16, FP32):  # in the last blocks
         even = special(m, k, high)[:, : k // 2 * 2]
-        of = even, kernels.block_exponents.portable(even, E2M1_X2, blocks, "floor"), blocks
-        calls[f"pack_blocks {short_name(high)}"] = call(kernels.pack_blocks, *of)
-    packed, out = kernels.pack_blocks.portable(*of), torch.zeros(even.shape, dtype=E4M3)
-    calls["unpack_e2m1"] = call(kernels.unpack_e2m1, packed, out)
+        of = even, block_kernels.block_exponents.portable(even, E2M1_X2, blocks, "floor"), blocks
+        calls[f"pack_blocks {short_name(high)}"] = call(block_kernels.pack_blocks, *of)
+    packed, out = block_kernels.pack_blocks.portable(*of), torch.zeros(even.shape, dtype=E4M3)
+    calls["unpack_e2m1"] = call(e2m1.unpack_e2m1, packed, out)
     blocks, dtype, *_ = kinds[0]
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
     one = x, exponents, dtype, blocks, [False]
-    calls["quantize_block_copies one layout"] = call(kernels.quantize_block_copies, *one)
-    calls["reblock row-major"] = call(kernels.reblock, data, exponents, blocks, 128, None)
+    calls["quantize_block_copies one layout"] = call(block_kernels.quantize_block_copies, *one)
+    calls["reblock row-major"] = call(block_kernels.reblock, data, exponents, blocks, 128, None)
     calls["cast_blocks one layout"] = call(cast, x, dtype, blocks, None, [False])
     for high in (FP16, FP32):
         name = f"cast_blocks {short_name(high)}"

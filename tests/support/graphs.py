@@ -20,14 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommRow, CommTable
 from fp8_dist.debug.collectives import read_collective
-from fp8_dist.kernels import (
-    cast_and_measure,
-    cast_blocks,
-    cast_copies,
-    cast_rows,
-    quantize,
-    quantize_block_copies,
-)
+from fp8_dist.kernels import cast_and_measure, cast_copies, cast_rows, quantize
+from fp8_dist.kernels.blocks import cast_blocks, quantize_block_copies
 from fp8_dist.linear.amax_history import history_copies
 from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.linear.weight import gather_statistics

@@ -6,23 +6,19 @@ implementations.
 """
 
 from collections.abc import Callable
-from functools import wraps
 from importlib.util import find_spec
 from typing import Any
 
 from fp8_dist.kernels.blocks import pack_blocks, quantize_block_copies
-from fp8_dist.kernels.cuda import gemm
+from fp8_dist.kernels.cuda import gemm as gemm
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.kernels.quantization import quantize
 from fp8_dist.text import warn_once
-
-__all__ = ["HAS_TRITON", "gemm"]
 
 HAS_TRITON = find_spec("triton") is not None
 
 
 def _warns_once(portable: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(portable)
     def run(*args: Any, **kwargs: Any) -> Any:
         warn_once(
             "no Triton",
@@ -36,9 +32,7 @@ def _warns_once(portable: Callable[..., Any]) -> Callable[..., Any]:
 
 
 if HAS_TRITON:
-    from fp8_dist.kernels.cuda import triton
-
-    __all__ += ["triton"]
+    from fp8_dist.kernels.cuda import triton as triton
 else:
     for op in (quantize, quantize_block_copies, encode_float8, pack_blocks):
         # All portable casts call one of these.

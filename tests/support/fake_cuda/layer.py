@@ -10,8 +10,9 @@ from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import FakeCudaMode, fake_tensors
 from fake_cuda.inductor import compiled_code_is_counted
 from fp8_dist import Float8Linear, freeze_to_float8
-from fp8_dist.kernels import pack_blocks, unpack_e2m1
+from fp8_dist.kernels.blocks import pack_blocks
 from fp8_dist.kernels.cuda import gemm
+from fp8_dist.kernels.e2m1 import unpack_e2m1
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
 

@@ -9,15 +9,13 @@ import pytest
 import torch
 from reference import reference_blocks, same_bits
 
-from fp8_dist.kernels import (
-    E2M1_X2,
+from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
     pack_blocks,
-    pack_e2m1,
     quantize_block_copies,
-    unpack_e2m1,
 )
+from fp8_dist.kernels.e2m1 import E2M1_X2, pack_e2m1, unpack_e2m1
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -14,7 +14,8 @@ from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
 from fp8_dist.cast import cast_local
-from fp8_dist.kernels import E2M1_X2, powers_of_2
+from fp8_dist.kernels import E2M1_X2
+from fp8_dist.kernels.blocks import powers_of_2
 from fp8_dist.scaling import Blocks, Mxfp4, Scheme
 
 E4M3 = torch.float8_e4m3fn

@@ -12,15 +12,14 @@ from implementations import DEVICE, check_operator, implementation, matrix, note
 from reference import same_bits
 
 from fp8_dist.device import FLOAT8_DTYPES
-from fp8_dist.kernels import (
-    E2M1_X2,
+from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
     pack_blocks,
     quantize_block_copies,
     reblock,
-    unpack_e2m1,
 )
+from fp8_dist.kernels.e2m1 import E2M1_X2, unpack_e2m1
 from fp8_dist.kernels.gemm import in_tiles
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -7,9 +7,9 @@ import torch
 from gemm_records import GemmRecord, record_gemms
 from reference import same_bits
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, kernels
+from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName
 from fp8_dist import recipe as recipes
-from fp8_dist.kernels import cast_blocks
+from fp8_dist.kernels.blocks import cast_blocks
 from fp8_dist.scaling import blocks
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
@@ -74,7 +74,7 @@ def test_blocks_that_are_cast_in_one_pass(
         calls.append(list(args[4]))
         return cast_blocks(*args)
 
-    monkeypatch.setattr(kernels, "cast_blocks", counted)
+    monkeypatch.setattr(blocks.kernels, "cast_blocks", counted)
     transposed, found = step(recipe, ndim, True)
     assert calls == [[False, True], [False], [False]]  # of the weight, the input, the gradient
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))

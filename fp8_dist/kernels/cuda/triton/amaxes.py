@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from fp8_dist.device import current_stream, is_captured
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.launch import DTYPES, OF_ROWS, STEPS, STRIPES
-from fp8_dist.kernels.cuda.triton.rounding import indices, load_tile, magnitude
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims
+from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims, empty_amax
 from fp8_dist.torch_internals import foreach_zero_
 
 
@@ -25,10 +24,11 @@ from fp8_dist.torch_internals import foreach_zero_
 @triton.jit
 def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
     # One instance: BM rows. Moves the bytes of x once.
-    i = indices(tl.program_id(0), BM)
+    i = tiles.indices(tl.program_id(0), BM)
     largest = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(x[2], BN)):
-        largest = tl.maximum(largest, magnitude(load_tile(x, i, indices(block, BN))))
+        tile = tiles.load(x, i, tiles.indices(block, BN))
+        largest = tl.maximum(largest, rounding.magnitude(tile))
     tl.store(out + i, tl.max(largest, 1), mask=i < x[1])
 
 
@@ -44,11 +44,11 @@ def _tiles(
     BN: tl.constexpr,
 ) -> None:
     # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once.
-    j = indices(tl.program_id(1), BN)
+    j = tiles.indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
-        i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
-        bits = magnitude(load_tile(x, i, j))
+        i = tiles.indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
+        bits = rounding.magnitude(tiles.load(x, i, j))
         if rows is not None:
             tl.atomic_max(rows + i, tl.max(bits, 1), mask=i < x[1], sem="relaxed")
         largest = tl.maximum(largest, bits)
@@ -81,11 +81,11 @@ def _many(
         x = tl.multiple_of(x, 16)
         K = tl.multiple_of(K, 16)
     for block in range(tl.program_id(1), tl.cdiv(M, BM), SPLITS):
-        i = indices(block, BM)
+        i = tiles.indices(block, BM)
         largest = tl.zeros([BM, BN], tl.int32)
         for part in range(tl.cdiv(K, BN)):
-            tile = load_tile((x, M, K, K, 1), i, indices(part, BN))
-            largest = tl.maximum(largest, magnitude(tile))
+            tile = tiles.load((x, M, K, K, 1), i, tiles.indices(part, BN))
+            largest = tl.maximum(largest, rounding.magnitude(tile))
         rows = tl.max(largest, 1)
         if OF_ROWS:
             tl.store(out + first + i, rows, mask=i < M)
@@ -109,15 +109,14 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     # If columns are contiguous in memory, read the rows of the transpose instead.
     if flat.stride(0) == 1 and flat.stride(1) != 1:
         flat, by_row = flat.t(), dims is not None and not by_row
-    shape = [] if dims is None else [1 if d in dims else n for d, n in enumerate(x.shape)]
+    result = empty_amax(x, dims)
+    bits = result.view(torch.int32)
     if by_row:
-        bits = torch.empty(shape, dtype=torch.int32, device=x.device)
         rows = len(flat)
         _rows(lambda chosen: (launch.programs(rows, chosen["BM"]),), launch.matrix(flat), bits)
     else:
-        bits = torch.zeros(shape, dtype=torch.int32, device=x.device)
-        _find(flat, **{"whole" if dims is None else "columns": bits})
-    return bits.view(torch.float32)
+        _find(flat, **{"whole" if dims is None else "columns": bits.zero_()})
+    return result
 
 
 def _find(

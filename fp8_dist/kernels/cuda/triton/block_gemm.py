@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from fp8_dist.kernels.blocks import empty_reblocked, reblock
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton import launch, rounding
 from fp8_dist.kernels.cuda.triton.blocks import exponents_of_codes, multipliers_by, takes_size
 from fp8_dist.kernels.cuda.triton.launch import BlockSizes
-from fp8_dist.kernels.cuda.triton.rounding import from_float8, magnitude, saturated, to_float8
 
 
 @triton.jit
@@ -68,17 +67,17 @@ def _reblock(
     old = tl.load(old_exponents, mask=(row < rows) & (c < across), other=127).to(tl.int32)
     # Where the scale is NaN this is infinity. The new scale is then NaN, too.
     old = tl.maximum(old << 23, 0x400000).to(tl.float32, bitcast=True)
-    v = from_float8(code, BIAS, SOFT) * old[:, :, :, :, None, None]
+    v = rounding.from_float8(code, BIAS, SOFT) * old[:, :, :, :, None, None]
     # Each thread's maxima, then those of a block, as bytes, whose banks do not conflict.
-    new = exponents_of_codes(tl.max(magnitude(v), 0), RULE, BIAS).to(tl.uint8)
+    new = exponents_of_codes(tl.max(rounding.magnitude(v), 0), RULE, BIAS).to(tl.uint8)
     new = tl.reduce(new, 0, _larger).to(tl.int32)
     r = r[:, None, None, None]
     new_exponents += (m // NEW_ROWS + r) * K + k + j
     tl.store(new_exponents, new.to(tl.uint8), mask=(r * NEW_ROWS < rows) & is_column)
     v = v * multipliers_by(new)
     if RULE == "floor":
-        v = saturated(v, BIAS)
-    code = to_float8(v, BIAS, SOFT)
+        v = rounding.saturated(v, BIAS)
+    code = rounding.to_float8(v, BIAS, SOFT)
     if TRANSPOSED:
         stride, rows = tl.cdiv(M, NEW_ROWS) * NEW_ROWS, tl.cdiv(rows, NEW_ROWS) * NEW_ROWS
         places, mask = (k + j) * stride + m + i, (i < rows) & is_column

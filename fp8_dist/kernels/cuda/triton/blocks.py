@@ -10,26 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.blocks import (
-    block_exponents,
-    cast_blocks,
-    empty_exponents,
-    pack_blocks,
-    quantize_block_copies,
-)
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels import blocks as portable
+from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
 from fp8_dist.kernels.cuda.triton.launch import DTYPES, BlockSizes
-from fp8_dist.kernels.cuda.triton.rounding import (
-    as_fp32,
-    exponents_above,
-    indices,
-    magnitude,
-    multiplier_of,
-    saturated,
-    store_transposed,
-    to_float8,
-)
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype, empty_packed
 from fp8_dist.kernels.quantization import Tensors, rounded_up
 
@@ -48,9 +32,9 @@ def exponents_of_bits(largest: tl.tensor, RULE: tl.constexpr, BIAS: tl.constexpr
         LARGEST: tl.constexpr = 8 if BIAS == 7 else (7 if BIAS == 8 else 15)
         exponents = tl.maximum((largest >> 23) - LARGEST, 0)
     elif RULE == "ceil":
-        exponents = exponents_above(largest.to(tl.float32, bitcast=True), BIAS)
+        exponents = rounding.exponents_above(largest.to(tl.float32, bitcast=True), BIAS)
     else:
-        m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
+        m = rounding.multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
         exponents = 254 - (m.to(tl.int32, bitcast=True) >> 23)  # of the reciprocal
     return tl.where(largest >= 0x7F800000, 255, exponents)
 
@@ -121,32 +105,33 @@ def _cast_blocks(
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     data, M, K, stride_m, stride_k = x
-    i = indices(tl.program_id(0), TILE_M) - first_row
-    j = indices(tl.program_id(1), TILE_N) - first_column
+    i = tiles.indices(tl.program_id(0), TILE_M) - first_row
+    j = tiles.indices(tl.program_id(1), TILE_N) - first_column
     is_row = ((i >= 0) & (i < M))[:, None]
     mask = is_row & ((j >= 0) & (j < K))[None, :]
     v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
-    v = as_fp32(v)
+    v = rounding.as_fp32(v)
     down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
-    r = indices(tl.program_id(0), TILE_M // ROWS)
-    c = indices(tl.program_id(1), TILE_N // COLUMNS)
+    r = tiles.indices(tl.program_id(0), TILE_M // ROWS)
+    c = tiles.indices(tl.program_id(1), TILE_N // COLUMNS)
     places = exponents + r[:, None] * across + c[None, :]
     is_block = (r < down)[:, None] & (c < across)[None, :]
     if GIVEN:
         exponent = tl.load(places, mask=is_block, other=127).to(tl.int32)
     else:
-        exponent = exponents_of_bits(largest_of_each(magnitude(v), ROWS, COLUMNS), RULE, BIAS)
+        largest = largest_of_each(rounding.magnitude(v), ROWS, COLUMNS)
+        exponent = exponents_of_bits(largest, RULE, BIAS)
         tl.store(places, exponent.to(tl.uint8), mask=is_block)
     if (copies[0] is not None) or (copies[1] is not None) or (packed is not None):
         v = v * spread(multipliers_by(exponent), ROWS, COLUMNS)
-        v = rounded_to_e2m1(v) if BIAS == 1 else saturated(v, BIAS)
-        code = to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
+        v = rounded_to_e2m1(v) if BIAS == 1 else rounding.saturated(v, BIAS)
+        code = rounding.to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
         if copies[0] is not None:
             tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
         if copies[1] is not None:
-            store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
+            tiles.store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
         if packed is not None:
-            pair = indices(tl.program_id(1), TILE_N // 2) - first_column // 2
+            pair = tiles.indices(tl.program_id(1), TILE_N // 2) - first_column // 2
             mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]
             tl.store(packed + i[:, None] * (K // 2) + pair[None, :], pack(code), mask=mask)
 
@@ -201,14 +186,14 @@ def _launch(
     return copies
 
 
-@launch.fused(block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
+@launch.fused(portable.block_exponents, lambda x, dtype, blocks, rule: _takes(x, blocks))
 def _block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
     return _cast_copies(x, dtype, blocks, rule, [])[0]
 
 
-@launch.fused(cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
+@launch.fused(portable.cast_blocks, lambda x, dtype, blocks, *_, **__: _takes(x, blocks))
 def _cast_copies(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -216,11 +201,13 @@ def _cast_copies(
     rule: str | None,
     transposed: Sequence[bool],
 ) -> Tensors:
-    exponents = empty_exponents(x, blocks)
+    exponents = portable.empty_exponents(x, blocks)
     return [exponents, *_launch(x, exponents, dtype, blocks, transposed, rule=rule)]
 
 
-@launch.fused(quantize_block_copies, lambda x, exponents, dtype, blocks, *_: _takes(x, blocks))
+@launch.fused(
+    portable.quantize_block_copies, lambda x, exponents, dtype, blocks, *_: _takes(x, blocks)
+)
 def _quantize_copies(
     x: torch.Tensor,
     exponents: torch.Tensor,
@@ -232,7 +219,7 @@ def _quantize_copies(
 
 
 @launch.fused(
-    pack_blocks,
+    portable.pack_blocks,
     lambda x, exponents, blocks: _takes(x, blocks) and not (x.shape[-1] % 2 or blocks[3] % 2),
 )
 def _pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:

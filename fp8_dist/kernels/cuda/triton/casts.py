@@ -10,22 +10,12 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8_dist.kernels import quantization
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, TILES, Layouts
-from fp8_dist.kernels.cuda.triton.rounding import (
-    indices,
-    load_tile,
-    magnitude,
-    multiplier_of,
-    reciprocal,
-    saturated,
-    store_tile,
-    store_transposed,
-    to_float8,
-)
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
@@ -46,10 +36,10 @@ def _scaling(
     BLOCK: tl.constexpr,
 ) -> None:
     # One instance: BLOCK amaxes. Moves 12 bytes per amax.
-    i = indices(tl.program_id(0), BLOCK)
-    m = multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
+    i = tiles.indices(tl.program_id(0), BLOCK)
+    m = rounding.multiplier_of(tl.load(amax + i, mask=i < size, other=1.0), POWER_OF_2, BIAS)
     tl.store(multiplier + i, m, mask=i < size)
-    tl.store(scale + i, reciprocal(m) * FACTOR, mask=i < size)
+    tl.store(scale + i, rounding.reciprocal(m) * FACTOR, mask=i < size)
 
 
 @launch.tuned(*TILES)
@@ -72,8 +62,8 @@ def _cast(
     # One instance: a tile of [BM, BN]. If there are scales to write, the given numbers are amaxes,
     # otherwise multipliers. Moves the bytes of x once, and 1 byte per element and layout.
     M, K = x[1], x[2]
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
+    i = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
     row, column = i[:, None], j[None, :]
     if OF == "row":
         m = tl.load(given + row * stride_given, mask=row < M, other=1.0)
@@ -82,27 +72,27 @@ def _cast(
     else:
         m = tl.load(given)
     if scale is not None:
-        m = multiplier_of(m, POWER_OF_2, BIAS)
+        m = rounding.multiplier_of(m, POWER_OF_2, BIAS)
         # Each scale is stored once: by the tiles of the first column or row, or by the first tile.
         if OF == "row":
             if tl.program_id(1) == 0:
-                tl.store(scale + row, reciprocal(m), mask=row < M)
+                tl.store(scale + row, rounding.reciprocal(m), mask=row < M)
         elif OF == "column":
             if tl.program_id(0) == 0:
-                tl.store(scale + column, reciprocal(m), mask=column < K)
+                tl.store(scale + column, rounding.reciprocal(m), mask=column < K)
         elif tl.program_id(0) + tl.program_id(1) == 0:
-            tl.store(scale, reciprocal(m))
-    v = load_tile(x, i, j)
+            tl.store(scale, rounding.reciprocal(m))
+    v = tiles.load(x, i, j)
     if amax is not None:
-        tl.atomic_max(amax, tl.max(tl.max(magnitude(v), 1), 0), sem="relaxed")
+        tl.atomic_max(amax, tl.max(tl.max(rounding.magnitude(v), 1), 0), sem="relaxed")
     v = v * m
     if SATURATE:
-        v = saturated(v, BIAS)
-    code = to_float8(v, BIAS, SOFT)
+        v = rounding.saturated(v, BIAS)
+    code = rounding.to_float8(v, BIAS, SOFT)
     if copies[0] is not None:
-        store_tile(copies[0], code, i, j, M, K)
+        tiles.store(copies[0], code, i, j, M, K)
     if copies[1] is not None:
-        store_transposed(copies[1], code, i, j, M, K)
+        tiles.store_transposed(copies[1], code, i, j, M, K)
 
 
 @launch.tuned(launch.blocks(8), launch.blocks(4))
@@ -120,14 +110,14 @@ def _cast_rows(
     # One instance: BM rows of at most BN columns, which stay in registers. Moves the bytes of x
     # once, and 1 byte per element.
     M, K = x[1], x[2]
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    v = load_tile(x, i, j)
-    amax = tl.max(magnitude(v), 1).to(tl.float32, bitcast=True)
-    m = multiplier_of(amax, POWER_OF_2, BIAS)
+    i = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
+    v = tiles.load(x, i, j)
+    amax = tl.max(rounding.magnitude(v), 1).to(tl.float32, bitcast=True)
+    m = rounding.multiplier_of(amax, POWER_OF_2, BIAS)
     tl.store(amax_and_scale[0] + i, amax, mask=i < M)
-    tl.store(amax_and_scale[1] + i, reciprocal(m), mask=i < M)
-    store_tile(out, to_float8(v * m[:, None], BIAS, SOFT), i, j, M, K)
+    tl.store(amax_and_scale[1] + i, rounding.reciprocal(m), mask=i < M)
+    tiles.store(out, rounding.to_float8(v * m[:, None], BIAS, SOFT), i, j, M, K)
 
 
 @launch.tuned(*TILES)
@@ -148,18 +138,19 @@ def _cast_rows_and_columns(
 ) -> None:
     # One instance: a tile of [BM, BN]. Moves the bytes of x once, and 2 bytes per element.
     M, K = x[1], x[2]
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
-    row = multiplier_of(tl.load(row_amax + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
-    column = multiplier_of(tl.load(column_amax + j, mask=j < K, other=1.0), POWER_OF_2, BIAS)
+    i = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
+    row = rounding.multiplier_of(tl.load(row_amax + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
+    column = tl.load(column_amax + j, mask=j < K, other=1.0)
+    column = rounding.multiplier_of(column, POWER_OF_2, BIAS)
     if tl.program_id(1) == 0:
-        tl.store(row_scale + i, reciprocal(row), mask=i < M)
+        tl.store(row_scale + i, rounding.reciprocal(row), mask=i < M)
     if tl.program_id(0) == 0:
-        tl.store(column_scale + j, reciprocal(column), mask=j < K)
-    v = load_tile(x, i, j)
-    store_tile(by_rows, to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
-    code = to_float8(v * column[None, :], BIAS, SOFT)
-    store_transposed(by_columns_t, code, i, j, M, K)
+        tl.store(column_scale + j, rounding.reciprocal(column), mask=j < K)
+    v = tiles.load(x, i, j)
+    tiles.store(by_rows, rounding.to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
+    code = rounding.to_float8(v * column[None, :], BIAS, SOFT)
+    tiles.store_transposed(by_columns_t, code, i, j, M, K)
 
 
 @launch.tuned(launch.blocks(4, BM=64, BN=64), launch.blocks(4, BM=128, BN=64))
@@ -176,8 +167,8 @@ def _transpose(
 ) -> None:
     # One instance: a tile of [BM, BN] of one matrix, or of the M rows that source selects. Moves
     # 2 bytes per element.
-    p = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
+    p = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
     matrix = tl.program_id(2).to(tl.int64) * K
     columns = tl.cdiv(M, MULTIPLE) * MULTIPLE
     i = p
@@ -187,60 +178,50 @@ def _transpose(
         is_row = i >= 0
     mask = is_row[:, None] & (j[None, :] < K)
     data = tl.load(x + matrix * M + i[:, None] * K + j[None, :], mask=mask, other=0)
-    store_tile(out + matrix * columns, tl.trans(data), j, p, K, columns)
-
-
-@launch.fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)
-def _scaling_from_amax(
-    amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
-) -> Scaling:
-    amax = amax.contiguous()
-    multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
-    find_scaling(amax, multiplier, scale, dtype, round_scales_to_power_of_2)
-    return multiplier, scale
+    tiles.store(out + matrix * columns, tl.trans(data), j, p, K, columns)
 
 
 def find_scaling(
-    amax: torch.Tensor,
-    multiplier: torch.Tensor,
-    scale: torch.Tensor,
-    dtype: torch.dtype,
-    power_of_2: bool,
-    factor: float = 1.0,
-) -> None:
-    """Write multipliers, and scales times a factor, in one launch; 12 bytes per amax."""
-    size = amax.numel()
+    amax: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False, factor: float = 1.0
+) -> Scaling:
+    """Compute multipliers, and scales times a factor, in one launch; 12 bytes per amax."""
+    amax, size = amax.contiguous(), amax.numel()
+    multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
     _scaling(
         lambda chosen: (launch.programs(size, chosen["BLOCK"]),),
         *(amax, multiplier, scale, size),
         FACTOR=factor,
-        POWER_OF_2=power_of_2,
+        POWER_OF_2=round_scales_to_power_of_2,
         BIAS=BIAS[dtype],
     )
+    return multiplier, scale
 
 
-def _takes(x: torch.Tensor, *scales: torch.Tensor) -> bool:
+launch.fused(scaling_from_amax, lambda amax, *_, **__: amax.dtype is torch.float32)(find_scaling)
+
+
+def _takes(x: Tensor, *scales: Tensor) -> bool:
     """Return whether the kernels support ``x``, flattened to a matrix, with these scales."""
     if x.dtype not in DTYPES or x.ndim < 2:
         return False
     return all(not scale.ndim or scale.shape in _shapes_of_scales(x) for scale in scales)
 
 
-def _shapes_of_scales(x: torch.Tensor) -> list[tuple[int, ...]]:
+def _shapes_of_scales(x: Tensor) -> list[tuple[int, ...]]:
     """Return the shapes of scales of rows and of columns."""
     return [(*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])]
 
 
 def _cast_to(
     layouts: Layouts,
-    x: torch.Tensor,
-    given: torch.Tensor,
+    x: Tensor,
+    given: Tensor,
     dtype: torch.dtype,
     *,
-    scale: torch.Tensor | None = None,
+    scale: Tensor | None = None,
     power_of_2: bool = False,
     saturate: bool = False,
-    amax: torch.Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> None:
     """Cast a tensor with multipliers, or with amaxes, and write the copies.
 
@@ -269,8 +250,8 @@ def _cast_to(
 
 @launch.fused(quantization.quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
-    x: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True
-) -> torch.Tensor:
+    x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, saturate: bool = True
+) -> Tensor:
     (qdata,) = launch.empty_layouts(x, dtype, [False])
     _cast_to((launch.raw(qdata), None), x, multiplier, dtype, saturate=saturate)
     return qdata
@@ -278,8 +259,8 @@ def _quantize(
 
 @launch.fused(quantization.cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
 def _cast_copies(
-    x: torch.Tensor,
-    amaxes: Sequence[torch.Tensor],
+    x: Tensor,
+    amaxes: Sequence[Tensor],
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     of: Sequence[int],
@@ -306,8 +287,9 @@ def _cast_copies(
         )
         return scales + copies
     for i, amax in enumerate(amaxes):
+        mine = [n for n, index in enumerate(of) if index == i]
         _cast_to(
-            launch.as_layouts(copies, transposed, of, i),
+            launch.as_layouts([copies[n] for n in mine], [transposed[n] for n in mine]),
             x,
             amax,
             dtype,
@@ -320,10 +302,7 @@ def _cast_copies(
 
 @launch.fused(quantization.cast_rows, lambda x, *_, **__: _takes(x))
 def _cast_by_rows(
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    round_scales_to_power_of_2: bool,
-    transposed: Sequence[bool],
+    x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
 ) -> Tensors:
     """Cast by rows in one launch; 3 bytes per bf16 element.
 
@@ -353,8 +332,8 @@ def _cast_by_rows(
 
 @launch.fused(quantization.cast_and_measure, lambda x, *_, **__: _takes(x))
 def _cast_and_measure(
-    x: torch.Tensor,
-    known: torch.Tensor,
+    x: Tensor,
+    known: Tensor,
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
@@ -380,7 +359,7 @@ def _cast_and_measure(
 
 
 @launch.fused(quantization.transposed_copy, lambda x, *_: x.is_contiguous())
-def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor:
+def _transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Transpose matrices in one launch; 2 bytes per element."""
     *others, M, K = x.shape
     out = quantization.empty_transposed(x, multiple)
@@ -393,7 +372,7 @@ def _transposed_copy(x: torch.Tensor, multiple: int = ALIGNMENT) -> torch.Tensor
 
 
 @launch.fused(transposed_groups, lambda x, source: x.is_contiguous())
-def _transposed_groups(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def _transposed_groups(x: Tensor, source: Tensor) -> Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))

@@ -4,8 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton import launch
-from fp8_dist.kernels.cuda.triton.rounding import indices
+from fp8_dist.kernels.cuda.triton import launch, tiles
 from fp8_dist.kernels.e2m1 import unpack_e2m1
 
 
@@ -44,7 +43,7 @@ def _byte_of(code: tl.tensor) -> tl.tensor:
 def _unpack_e2m1(packed: tl.tensor, pairs: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     # One instance: BLOCK pairs of values, each of which it writes as one int16, so that the bytes
     # of neighboring threads are neighbors. Moves 3 bytes per pair.
-    i = indices(tl.program_id(0), BLOCK)
+    i = tiles.indices(tl.program_id(0), BLOCK)
     codes = tl.load(packed + i, mask=i < size, other=0).to(tl.int32)
     pair = _byte_of(codes & 0xF) | (_byte_of(codes >> 4) << 8)
     tl.store(pairs + i, pair.to(tl.int16), mask=i < size)

@@ -4,20 +4,13 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels import encoding as portable
+from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
-from fp8_dist.kernels.cuda.triton.rounding import (
-    as_fp32,
-    from_float8,
-    indices,
-    magnitude,
-    to_float8,
-)
-from fp8_dist.kernels.encoding import BLOCK, block_count, decode_float8, encode_float8, sum_of_rows
 from fp8_dist.kernels.quantization import as_matrix
 
 _FLOAT8 = torch.float8_e4m3fn
-_BLOCK = tl.constexpr(BLOCK)
+_BLOCK = tl.constexpr(portable.BLOCK)
 
 
 @triton.jit
@@ -25,7 +18,7 @@ def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     # Return the indices of this instance's row, blocks and elements. Rows have count blocks.
     instances = tl.cdiv(count, BB)
     row = tl.cast(tl.program_id(0) // instances, tl.int64)
-    b = indices(tl.program_id(0) % instances, BB)
+    b = tiles.indices(tl.program_id(0) % instances, BB)
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
@@ -43,12 +36,12 @@ def _encode(
     data, _, size, stride, _ = x
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
-    v = as_fp32(tl.load(data + row * stride + j, mask=j < size, other=0.0))
-    bits = magnitude(v)
+    v = rounding.as_fp32(tl.load(data + row * stride + j, mask=j < size, other=0.0))
+    bits = rounding.magnitude(v)
     largest = tl.max(tl.where(bits < 0x7F800000, bits, 0), 1)
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, 1)
     multiplier = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    code = to_float8(v * multiplier[:, None], BIAS, SOFT).to(tl.int32)
+    code = rounding.to_float8(v * multiplier[:, None], BIAS, SOFT).to(tl.int32)
     code = tl.where(code == 0x80, 0, code)
     code = tl.where(bits > 0x7F800000, 0x80, code)
     code = tl.where(bits == 0x7F800000, tl.where(v > 0, 0x7F, 0xFF), code)
@@ -61,7 +54,7 @@ def _decoded(
     code: tl.tensor, exponent: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr
 ) -> tl.tensor:
     scale = (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    v, c = from_float8(code, BIAS, SOFT), code.to(tl.int32)
+    v, c = rounding.from_float8(code, BIAS, SOFT), code.to(tl.int32)
     v = tl.where(c == 0x7F, float("inf"), tl.where(c == 0xFF, float("-inf"), v))
     return tl.where(c == 0x80, float("nan"), v) * scale[:, None]
 
@@ -89,15 +82,15 @@ def _sum(
     # tl.full makes +0.0 of -0.0.
     result = tl.full([BB, _BLOCK], -(2**31), tl.int32).to(tl.float32, bitcast=True)
     if rank < 0:
-        result = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
+        result = rounding.as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
     for w in range(summands):
         if w == rank:
-            v = as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
+            v = rounding.as_fp32(tl.load(local[0] + row * local[3] + j, mask=mask, other=0.0))
         else:
             w64 = tl.cast(w, tl.int64)
             given = tl.load(rows[0] + w64 * rows[1] + row * rows[2] + j, mask=mask, other=0)
             if exponents is None:
-                v = as_fp32(given)
+                v = rounding.as_fp32(given)
             else:
                 at = exponents[0] + w64 * exponents[1] + row * exponents[2] + b
                 exponent = tl.load(at, mask=b < count, other=127)
@@ -106,13 +99,11 @@ def _sum(
     tl.store(total + row * size + j, result, mask=mask)
 
 
-@launch.fused(encode_float8, lambda x: x.dtype in DTYPES)
+@launch.fused(portable.encode_float8, lambda x: x.dtype in DTYPES)
 def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    count = block_count(x.shape[-1])
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    exponents = codes.new_empty(*x.shape[:-1], count)
+    codes, exponents = portable.empty_codes(x)
     if x.numel():
-        rows = _rows(as_matrix(x))
+        rows, count = _rows(as_matrix(x)), exponents.shape[-1]
         _encode(
             lambda chosen: (len(rows) * launch.programs(count, chosen["BB"]),),
             *(launch.matrix(rows), codes, exponents),
@@ -122,7 +113,7 @@ def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @launch.fused(
-    sum_of_rows,
+    portable.sum_of_rows,
     lambda rows, exponents, local, rank: (
         (local is None or local.dtype in DTYPES) and (exponents is not None or rows.dtype in DTYPES)
     ),
@@ -131,7 +122,7 @@ def _sum_of_rows(
     rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
     """Sum rows in one launch."""
-    size, summands, count = rows.shape[-1], len(rows), block_count(rows.shape[-1])
+    size, summands, count = rows.shape[-1], len(rows), portable.block_count(rows.shape[-1])
     total = torch.empty(rows.shape[1:], dtype=torch.float32, device=rows.device)
     if local is None:
         local, rank = total, summands
@@ -146,7 +137,7 @@ def _sum_of_rows(
     return total
 
 
-@launch.fused(decode_float8)
+@launch.fused(portable.decode_float8)
 def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), None, 0)
 

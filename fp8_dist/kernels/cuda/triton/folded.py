@@ -8,21 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.casts import find_scaling
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, STEPS, TILES
-from fp8_dist.kernels.cuda.triton.rounding import (
-    from_float8,
-    indices,
-    load_tile,
-    magnitude,
-    multiplier_of,
-    reciprocal,
-    saturated,
-    store_tile,
-    store_transposed,
-    to_float8,
-)
 from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
 from fp8_dist.kernels.folding import empty_folds, empty_group_folds, fold_gradient, fold_groups
 
@@ -43,22 +31,22 @@ def _multipliers(
     # One instance: the multipliers of BM rows of g, and with weight_scale those of g * s and their
     # scales. Moves the bytes of grad once.
     M, N = grad[1], grad[2]
-    i = indices(tl.program_id(0), BM)
+    i = tiles.indices(tl.program_id(0), BM)
     largest = tl.zeros([BM, BN], tl.int32)
     folded = tl.zeros([BM, BN], tl.int32)
     for block in range(tl.cdiv(N, BN)):
-        j = indices(block, BN)
-        v = load_tile(grad, i, j)
-        largest = tl.maximum(largest, magnitude(v))
+        j = tiles.indices(block, BN)
+        v = tiles.load(grad, i, j)
+        largest = tl.maximum(largest, rounding.magnitude(v))
         if weight_scale is not None:
             s = tl.load(weight_scale + j, mask=j < N, other=0.0) * _UNIT
-            folded = tl.maximum(folded, magnitude(v * s[None, :]))
-    m = multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), True, BIAS)
+            folded = tl.maximum(folded, rounding.magnitude(v * s[None, :]))
+    m = rounding.multiplier_of(tl.max(largest, 1).to(tl.float32, bitcast=True), True, BIAS)
     tl.store(multipliers[0] + i, m, mask=i < M)
     if weight_scale is not None:
-        m = multiplier_of(tl.max(folded, 1).to(tl.float32, bitcast=True), True, BIAS)
+        m = rounding.multiplier_of(tl.max(folded, 1).to(tl.float32, bitcast=True), True, BIAS)
         tl.store(multipliers[1] + i, m, mask=i < M)
-        tl.store(scale + i, reciprocal(m * _UNIT), mask=i < M)
+        tl.store(scale + i, rounding.reciprocal(m * _UNIT), mask=i < M)
 
 
 @triton.jit
@@ -66,8 +54,8 @@ def _g0(
     grad: tl.tuple, m: tl.tensor, i: tl.tensor, j: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr
 ) -> tl.tensor:
     # Return a tile of g, cast by rows and dequantized.
-    v = load_tile(grad, i, j) * m[:, None]
-    return from_float8(to_float8(v, BIAS, SOFT), BIAS, SOFT) * reciprocal(m)[:, None]
+    code = rounding.to_float8(tiles.load(grad, i, j) * m[:, None], BIAS, SOFT)
+    return rounding.from_float8(code, BIAS, SOFT) * rounding.reciprocal(m)[:, None]
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
@@ -89,21 +77,21 @@ def _fold_rows(
     # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of grad once, and
     # 1 byte per element for g1.
     M, N = grad[1], grad[2]
-    j = indices(tl.program_id(1), BN)
+    j = tiles.indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     if weight_scale is not None:
         s = tl.load(weight_scale + j, mask=j < N, other=0.0) * _UNIT
     for step in range(STEPS):
-        i = indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
+        i = tiles.indices(tl.cast(tl.program_id(0), tl.int64) * STEPS + step, BM)
         m = tl.load(multipliers[0] + i, mask=i < M, other=1.0)
         g0 = _g0(grad, m, i, j, BIAS, SOFT)
         if weight_scale is not None:
             m1 = tl.load(multipliers[1] + i, mask=i < M, other=1.0)
-            v = saturated(g0 * s[None, :] * m1[:, None], BIAS)
-            store_tile(g1, to_float8(v, BIAS, SOFT), i, j, M, N)
+            v = rounding.saturated(g0 * s[None, :] * m1[:, None], BIAS)
+            tiles.store(g1, rounding.to_float8(v, BIAS, SOFT), i, j, M, N)
         if input_scale is not None:
             t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
-            largest = tl.maximum(largest, magnitude(g0 * t[:, None]))
+            largest = tl.maximum(largest, rounding.magnitude(g0 * t[:, None]))
     if input_scale is not None:
         tl.atomic_max(column_amax + j, tl.max(largest, 0), mask=j < N, sem="relaxed")
 
@@ -124,15 +112,15 @@ def _fold_columns(
 ) -> None:
     # One instance: a tile of [BM, BN]. Moves the bytes of grad once, and 1 byte per element.
     M, N = grad[1], grad[2]
-    i = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
+    i = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
     m = tl.load(multiplier + i, mask=i < M, other=1.0)
     t = tl.load(input_scale + i, mask=i < M, other=0.0) * _UNIT
-    m2 = multiplier_of(tl.load(column_amax + j, mask=j < N, other=0.0), True, BIAS)
+    m2 = rounding.multiplier_of(tl.load(column_amax + j, mask=j < N, other=0.0), True, BIAS)
     if tl.program_id(0) == 0:
-        tl.store(scale + j, reciprocal(m2) * (1 / _UNIT), mask=j < N)
+        tl.store(scale + j, rounding.reciprocal(m2) * (1 / _UNIT), mask=j < N)
     folded = _g0(grad, m, i, j, BIAS, SOFT) * t[:, None]
-    store_transposed(g2_t, to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
+    tiles.store_transposed(g2_t, rounding.to_float8(folded * m2[None, :], BIAS, SOFT), i, j, M, N)
 
 
 @launch.fused(fold_gradient, lambda grad, *rest: grad.dtype in DTYPES and bool(rest[-1]))
@@ -212,25 +200,25 @@ def _fold_rows_of_groups(
         for block in range(tl.cdiv(N, BN)):
             j = block * BN + j0
             code = tl.load(g0 + i * N + j, mask=is_row & (j < N), other=0)
-            v = from_float8(code, BIAS, SOFT) * r
+            v = rounding.from_float8(code, BIAS, SOFT) * r
             if weight_scale is not None:
                 s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * _UNIT
-                largest = tl.maximum(largest, tl.where(is_row, magnitude(v * s), 0))
+                largest = tl.maximum(largest, tl.where(is_row, rounding.magnitude(v * s), 0))
             if input_scale is not None:
-                column_max = tl.max(tl.where(is_row, magnitude(v * t), 0), 0)
+                column_max = tl.max(tl.where(is_row, rounding.magnitude(v * t), 0), 0)
                 tl.atomic_max(column_amax + e * N + j, column_max, mask=j < N, sem="relaxed")
         if weight_scale is not None:
             largest = tl.max(tl.reshape(largest, [BM, BN]), 1)[:, None, None]
-            m = multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
-            tl.store(scale + i, reciprocal(m * _UNIT), mask=is_row)
+            m = rounding.multiplier_of(largest.to(tl.float32, bitcast=True), True, BIAS)
+            tl.store(scale + i, rounding.reciprocal(m * _UNIT), mask=is_row)
             for block in range(tl.cdiv(N, BN)):
                 j = block * BN + j0
                 mask = is_row & (j < N)
                 code = tl.load(g0 + i * N + j, mask=mask, other=0)
-                v = from_float8(code, BIAS, SOFT) * r
+                v = rounding.from_float8(code, BIAS, SOFT) * r
                 s = tl.load(weight_scale + e * N + j, mask=j < N, other=0.0) * _UNIT
-                v = saturated(v * s * m, BIAS)
-                tl.store(g1 + i * N + j, to_float8(v, BIAS, SOFT), mask=mask)
+                v = rounding.saturated(v * s * m, BIAS)
+                tl.store(g1 + i * N + j, rounding.to_float8(v, BIAS, SOFT), mask=mask)
 
 
 @launch.tuned(*TILES)
@@ -251,8 +239,8 @@ def _fold_columns_of_groups(
     BN: tl.constexpr,
 ) -> None:
     # One instance: a tile of BM places and BN columns. Moves 2 bytes per element.
-    p = indices(tl.program_id(0), BM)
-    j = indices(tl.program_id(1), BN)
+    p = tiles.indices(tl.program_id(0), BM)
+    j = tiles.indices(tl.program_id(1), BN)
     i = tl.load(source + p, mask=p < P, other=-1)
     e = tl.load(group + i, mask=i >= 0, other=0)
     r = tl.load(scale0 + i, mask=i >= 0, other=0.0)
@@ -260,9 +248,9 @@ def _fold_columns_of_groups(
     mask = (i[:, None] >= 0) & (j[None, :] < N)
     m = tl.load(multiplier + e[:, None] * N + j[None, :], mask=mask, other=0.0)
     code = tl.load(g0 + i[:, None] * N + j[None, :], mask=mask, other=0)
-    v = from_float8(code, BIAS, SOFT) * r[:, None] * t[:, None] * m
-    code = to_float8(tl.where(mask, v, 0.0), BIAS, SOFT)
-    store_tile(g2_t, tl.trans(code), j, p, N, P)
+    v = rounding.from_float8(code, BIAS, SOFT) * r[:, None] * t[:, None] * m
+    code = rounding.to_float8(tl.where(mask, v, 0.0), BIAS, SOFT)
+    tiles.store(g2_t, tl.trans(code), j, p, N, P)
 
 
 def _takes_groups(g0: torch.Tensor, *arguments: object) -> bool:
@@ -297,9 +285,8 @@ def _fold_groups(
         **launch.float8_constants(dtype, device),
     )
     if bits is not None and source is not None:
-        P, (qdata, column_scale), column_amax = len(source), results[-2:], bits.view(torch.float32)
-        multiplier = torch.empty_like(column_amax)
-        find_scaling(column_amax, multiplier, column_scale, dtype, True, 1 / FOLDED_UNIT)
+        P, qdata, column_amax = len(source), results[-2], bits.view(torch.float32)
+        multiplier, results[-1] = find_scaling(column_amax, dtype, True, 1 / FOLDED_UNIT)
         _fold_columns_of_groups(
             launch.tiles(P, N),
             *(launch.raw(g0), scale, scales[1], group, source, multiplier, launch.raw(qdata)),

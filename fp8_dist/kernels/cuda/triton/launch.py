@@ -12,7 +12,7 @@ import triton.language as tl
 from fp8_dist.device import rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
-from fp8_dist.kernels.quantization import Tensors, as_matrix, rounded_up
+from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, rounded_up
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -177,37 +177,21 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
     The allocation of a row-major copy is padded to a multiple of ``ALIGNMENT`` rows, because a GEMM
     with scales of blocks may read that many rows of its left operand.
     """
-    *leading, columns = x.shape
-    rows = math.prod(leading)
-    padded, copies = rounded_up(rows), []
-    for is_transposed in transposed:
-        if is_transposed:
-            copies.append(x.new_empty((columns, padded), dtype=dtype))
-        elif padded == rows:
-            copies.append(x.new_empty(x.shape, dtype=dtype))
-        else:
-            storage = x.new_empty(columns * padded, dtype=dtype)
-            copies.append(storage[: x.numel()].view(x.shape))
-    return copies
+    rows, columns = rounded_up(math.prod(x.shape[:-1])), x.shape[-1]
+    if x.numel() == rows * columns:
+        return empty_copies(x, dtype, transposed)
+    storages = [x.new_empty(rows * columns, dtype=dtype) for _ in transposed]
+    return [
+        storage.view(columns, rows) if is_transposed else storage[: x.numel()].view(x.shape)
+        for storage, is_transposed in zip(storages, transposed, strict=True)
+    ]
 
 
-def as_layouts(
-    copies: Sequence[torch.Tensor],
-    transposed: Sequence[bool],
-    of: Sequence[int] | None = None,
-    index: int = 0,
-) -> Layouts:
-    """Return the bytes of a row-major and of a transposed copy as an argument of a kernel.
+def as_layouts(copies: Sequence[torch.Tensor], transposed: Sequence[bool]) -> Layouts:
+    """Return the bytes of copies as an argument of a kernel.
 
-    Args:
-        of: the index of each copy's amax. Only copies with ``index`` are taken. None: all are.
-
-    Returns:
-        The row-major and the transposed copy; None for one that is missing.
+    The argument is the row-major and the transposed copy, or None for one that is missing.
     """
-    layouts: list[torch.Tensor | None] = [None, None]
-    for i, (copy, is_transposed) in enumerate(zip(copies, transposed, strict=True)):
-        if of is None or of[i] == index:
-            assert layouts[is_transposed] is None, "two copies are the same"
-            layouts[is_transposed] = copy.view(torch.uint8)
-    return layouts[0], layouts[1]
+    layouts = dict(zip(transposed, map(raw, copies), strict=True))
+    assert len(layouts) == len(copies), "two copies are the same"
+    return layouts.get(False), layouts.get(True)
