@@ -24,11 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.linear.agreement import check_layers, needs_comparison
-from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear import agreement, float8_layers
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
-from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
+from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.known import PRECOMPUTED, Kept, KnownWeight
@@ -87,7 +86,7 @@ def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics)
         local = tuple([level.to(dtype).to(level.dtype) for level in local])
     layout = weight.layout()
     assert layout is not None
-    sharded = sharded_axes(layout)
+    sharded = layout.sharded_axes()
     # If statistics of more than the shard are kept, they come from all ranks.
     is_shard = kept.layout == layout and not kept.whole
     axes = scheme.axes(layout) if is_shard else (sharded,) * len(local)
@@ -161,14 +160,14 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
-    """Compare the layers of a module between ranks if it has not run yet (see check_layers).
+    """Compare the layers of a module between ranks if it has not run yet.
 
     Call it before raising an error for a module without converted layers: other ranks may have
     some.
     """
-    if needs_comparison(module):
+    if agreement.needs_comparison(module):
         reshard(module, caller)
-        check_layers(module, float8_modules(module), caller)
+        agreement.check_layers(module, float8_modules(module), caller)
 
 
 def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
