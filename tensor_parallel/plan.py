@@ -10,7 +10,7 @@ again. Otherwise the plan is an error.
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from weakref import WeakSet
 
@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist.linear.agreement import check_placed
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear import Float8Linear, agreement
 from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
@@ -33,9 +32,7 @@ _HEADS = ("n_heads", "n_head", "num_heads")
 _KV_HEADS = ("n_kv_heads", "n_kv_head", "num_key_value_heads")
 
 # Names of layers that are several projections. (DeepSeek's kv_b_proj is ordered by head.)
-_FUSED = re.compile(
-    r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.IGNORECASE
-)
+_FUSED = re.compile(r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.I)
 
 # Layers that look fused under a plan for which check_tp_plan has passed.
 checked_layers: "WeakSet[nn.Module]" = WeakSet()
@@ -89,17 +86,16 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
                 f"instance, such as ColwiseParallel()"
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
-    check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
-    matches = {pattern: matched(model, [pattern]) for pattern in plan}
+    agreement.check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
     # Names instead of patterns, for which torch warns about every module that does not match.
-    resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
+    resolved = styles_by_name(model, plan)
     ties = _ties(model)
     # Without duplicates, because all projections of an attention module report its head counts.
-    if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan, matches)):
+    if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan)):
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
-    if fused := fused_layers(model, mesh, resolved):
+    if fused := _fused(model, mesh, resolved):
         warnings.warn(
             f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
             "several projections in one layer. Each rank gets consecutive output features, not a "
@@ -111,12 +107,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     check_lengths(model, mesh.size(), resolved)
     parallelize_module(model, mesh, resolved)
     for tie in ties:
-        tied = {name: model.get_parameter(name) for name in tie}
-        places = {
-            n: p.placements[-1] if isinstance(p, DTensor) else "whole" for n, p in tied.items()
-        }
-        if len({*places.values()}) > 1:
-            listed = ", ".join(f"{name} {place}" for name, place in places.items())
+        tied = [model.get_parameter(name) for name in tie]
+        places = [p.placements[-1] if isinstance(p, DTensor) else "whole" for p in tied]
+        if len({*places}) > 1:
+            listed = ", ".join(f"{name} {place}" for name, place in zip(tie, places, strict=True))
             raise ValueError(
                 f"apply_tp_plan: {' and '.join(map(repr, tie))} are one parameter (tied), which "
                 f"the plan would untie: {listed}. Give its modules entries that divide it alike "
@@ -125,8 +119,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             )
         for name in tie[1:]:
             module, _, attribute = name.rpartition(".")
-            if tied[name] is not tied[tie[0]]:
-                setattr(model.get_submodule(module), attribute, tied[tie[0]])
+            setattr(model.get_submodule(module), attribute, tied[0])
     return model
 
 
@@ -148,7 +141,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
+def _fused(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
     """Return the column-parallel layers that look like several projections in one.
 
     There are none on a mesh of one rank, and none that were checked.
@@ -167,10 +160,21 @@ def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelS
     return fused
 
 
-def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that patterns match, by their first name, which is the only one torch knows."""
+def mark_checked(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    """Exclude the layers of a model that look fused under a plan from later warnings."""
+    fused = _fused(model, mesh, styles_by_name(model, plan))
+    checked_layers.update(map(model.get_submodule, fused))
+
+
+def styles_by_name(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The styles of a plan, by the names of the modules that its patterns match."""
+    return {name: style for pattern, style in plan.items() for name in _matched(model, pattern)}
+
+
+def _matched(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The modules that a pattern matches, by their first name, the only one that torch knows."""
     names = {module: name for name, module in model.named_modules()}
-    return {names[m]: m for pattern in patterns for m in _matches(model, pattern)}
+    return {names[module]: module for module in _matches(model, pattern)}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -184,21 +188,17 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
             yield from _matches(child, rest)
 
 
-def _offenders(
-    model: nn.Module,
-    size: int,
-    plan: dict[str, ParallelStyle],
-    matches: dict[str, dict[str, nn.Module]],
-) -> Iterator[str]:
+def _offenders(model: nn.Module, size: int, plan: dict[str, ParallelStyle]) -> Iterator[str]:
     """Yield the reasons why ``plan`` can't be applied on ``size`` ranks, one line each."""
     claimed: dict[str, str] = {}
     for pattern, style in plan.items():
-        if not matches[pattern]:
+        matches = _matched(model, pattern)
+        if not matches:
             yield (
                 f"{pattern!r} matches no module: a name has one part per level, as in "
                 f"model.named_modules(), and '*' stands for one part"
             )
-        for name, module in matches[pattern].items():
+        for name, module in matches.items():
             if name in claimed:
                 yield (
                     f"{name!r} is matched by two entries, {claimed[name]!r} and {pattern!r}: "
