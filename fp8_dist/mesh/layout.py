@@ -41,7 +41,8 @@ class Layout(NamedTuple):
 
     def replicated_over(self, mesh: DeviceMesh) -> "Layout":
         """The layout of the tensor after it was gathered over a 1-D mesh, an axis of its own."""
-        return _replicated_over(self, mesh)
+        axes = zip(_is_axis(self.mesh, mesh), self.placements, strict=True)
+        return self._replace(placements=tuple([Replicate() if same else p for same, p in axes]))
 
     def pieces_at(self, coordinate: Sequence[int]) -> "tuple[Pieces, ...]":
         """The part of each dim that the rank at a coordinate has."""
@@ -99,7 +100,7 @@ def layout_over(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fq
     layout = Layout.of(tensor)
     if layout is None:
         return Layout(mesh, (placement,), shape)
-    if layout.mesh.ndim > 1 and _has_axis(layout.mesh, mesh):
+    if layout.mesh.ndim > 1 and any(_is_axis(layout.mesh, mesh)):
         return layout
     # FSDP2 uses the same placements when it shards a DTensor.
     outer = tuple(
@@ -120,10 +121,10 @@ def layout_over(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fq
 
 
 @lru_cache(maxsize=1024)
-def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    """Whether the ranks of a 1-D mesh are those of an axis of another mesh."""
-    ranks = dist.get_process_group_ranks(axis.get_group())
-    return any(dist.get_process_group_ranks(group) == ranks for group in mesh.get_all_groups())
+def _is_axis(mesh: DeviceMesh, other: DeviceMesh) -> tuple[bool, ...]:
+    """For each axis of a mesh, whether its ranks are those of another mesh, which is 1-D."""
+    ranks = dist.get_process_group_ranks
+    return tuple([ranks(group) == ranks(other.get_group()) for group in mesh.get_all_groups()])
 
 
 @lru_cache(maxsize=1024)
@@ -163,17 +164,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     """Wrap ``local`` as a DTensor of ``tensor``'s layout; return it as it is if there is none."""
     layout = Layout.of(tensor)
     return local if layout is None else layout.wrap(local)
-
-
-@lru_cache(maxsize=1024)
-def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """Implement :meth:`Layout.replicated_over`."""
-    ranks = dist.get_process_group_ranks
-    placements = tuple(
-        Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
-        for group, placement in zip(layout.mesh.get_all_groups(), layout.placements, strict=True)
-    )
-    return layout._replace(placements=placements)
 
 
 # A rank's part of a dim: (begin, end) of each piece, ascending.
