@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import Facts
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
-from fp8_dist.tensor_parallel.plan import apply_tp_plan, mark_checked, styles_by_name
+from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 # A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
@@ -42,7 +41,7 @@ _Tensors = Mapping[Any, list[torch.Tensor]]
 def check_tp_plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: dict[str, ParallelStyle],
+    plan: Plan,
     batch: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,

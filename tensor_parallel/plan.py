@@ -16,9 +16,7 @@ from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate, parallel
 
 from fp8_dist.linear import Float8Linear, agreement
 from fp8_dist.linear.weights import float8_modules
@@ -26,6 +24,9 @@ from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
+
+# The parallel styles of modules, by their names or by patterns of names.
+Plan = dict[str, parallel.ParallelStyle]
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEADS = ("n_heads", "n_head", "num_heads")
@@ -38,7 +39,7 @@ _FUSED = re.compile(r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(
 checked_layers: "WeakSet[nn.Module]" = WeakSet()
 
 
-def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
+def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     """Parallelize ``model`` in place, after checking every entry of ``plan``.
 
     Args:
@@ -80,7 +81,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             f"apply_tp_plan: plan must be a dict of module names to styles, got {plan!r}"
         )
     for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle):
+        if not isinstance(style, parallel.ParallelStyle):
             raise TypeError(
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
@@ -105,7 +106,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             stacklevel=2,
         )
     check_lengths(model, mesh.size(), resolved)
-    parallelize_module(model, mesh, resolved)
+    parallel.parallelize_module(model, mesh, resolved)
     for tie in ties:
         tied = [model.get_parameter(name) for name in tie]
         places = [p.placements[-1] if isinstance(p, DTensor) else "whole" for p in tied]
@@ -123,16 +124,15 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
     return model
 
 
-def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+def _warn_of_high_precision(model: nn.Module, styles: Plan) -> None:
     """Warn about converted layers with torch's styles, as in a plan made before the conversion."""
-    missed = [
+    if missed := [
         name
         for name, style in styles.items()
         if isinstance(model.get_submodule(name), Float8Linear)
-        and isinstance(style, ColwiseParallel | RowwiseParallel)
+        and isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel)
         and not isinstance(style, CheckedStyle)
-    ]
-    if missed:
+    ]:
         warnings.warn(
             f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
             "styles, which move their inputs and output gradients in high precision. Make the plan "
@@ -141,7 +141,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def _fused(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
+def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:
     """Return the column-parallel layers that look like several projections in one.
 
     There are none on a mesh of one rank, and none that were checked.
@@ -149,7 +149,7 @@ def _fused(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle])
     fused = []
     for name, style in styles.items() if mesh.size() > 1 else ():
         layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
-        if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
+        if not isinstance(style, parallel.ColwiseParallel) or not isinstance(layer, nn.Linear):
             continue
         # The style that hf_tp_plan gives to the parent has the number of parts of the layer's
         # output, of which no rank splits one: transformers declares the layer to be ordered.
@@ -160,21 +160,22 @@ def _fused(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle])
     return fused
 
 
-def mark_checked(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+def mark_checked(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
     """Exclude the layers of a model that look fused under a plan from later warnings."""
     fused = _fused(model, mesh, styles_by_name(model, plan))
     checked_layers.update(map(model.get_submodule, fused))
 
 
-def styles_by_name(model: nn.Module, plan: dict[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+def styles_by_name(model: nn.Module, plan: Plan) -> Plan:
     """The styles of a plan, by the names of the modules that its patterns match."""
-    return {name: style for pattern, style in plan.items() for name in _matched(model, pattern)}
+    matches = _matched(model, plan)
+    return {name: plan[pattern] for pattern, names in matches.items() for name in names}
 
 
-def _matched(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """The modules that a pattern matches, by their first name, the only one that torch knows."""
+def _matched(model: nn.Module, plan: Plan) -> dict[str, dict[str, nn.Module]]:
+    """The modules that each pattern matches, by their first name, the only one that torch knows."""
     names = {module: name for name, module in model.named_modules()}
-    return {names[module]: module for module in _matches(model, pattern)}
+    return {pattern: {names[m]: m for m in _matches(model, pattern)} for pattern in plan}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -188,11 +189,11 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
             yield from _matches(child, rest)
 
 
-def _offenders(model: nn.Module, size: int, plan: dict[str, ParallelStyle]) -> Iterator[str]:
+def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
     """Yield the reasons why ``plan`` can't be applied on ``size`` ranks, one line each."""
     claimed: dict[str, str] = {}
-    for pattern, style in plan.items():
-        matches = _matched(model, pattern)
+    for pattern, matches in _matched(model, plan).items():
+        style = plan[pattern]
         if not matches:
             yield (
                 f"{pattern!r} matches no module: a name has one part per level, as in "
@@ -214,7 +215,8 @@ def _offenders(model: nn.Module, size: int, plan: dict[str, ParallelStyle]) -> I
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             parent = name.rpartition(".")[0]
-            for attribute in (*_HEADS, *_KV_HEADS) if isinstance(style, ColwiseParallel) else ():
+            divides_heads = isinstance(style, parallel.ColwiseParallel)
+            for attribute in (*_HEADS, *_KV_HEADS) if divides_heads else ():
                 count = getattr(model.get_submodule(parent), attribute, None)
                 if isinstance(count, int) and count % size:
                     yield (

@@ -48,9 +48,9 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     collective has finished (pytorch#191113).
 
     The gradient of the output may have any placement. With fewer tokens than ranks, torch
-    replicates the output
-    of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then Partial, and torch
-    can't redistribute it to the placement of the output of an embedding with a sharded weight.
+    replicates the output of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then
+    Partial, and torch can't redistribute it to the placement of the output of an embedding with a
+    sharded weight.
     """
 
     @staticmethod
