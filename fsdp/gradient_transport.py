@@ -18,7 +18,7 @@ the module, because ranks that run other modules reduce their gradients together
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -203,12 +203,11 @@ class EncodedReduction:
         return total
 
 
-class EncodedReplicas:
+class EncodedReplicas(NamedTuple):
     """Stand-in, in FSDP2, for the process group of a parameter group's replicas."""
 
-    def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
-        self.replicas = replicas
-        self.shards = shards
+    replicas: dist.ProcessGroup
+    shards: EncodedReduction
 
     def size(self) -> int:
         """Return the number of replicas."""
@@ -222,10 +221,7 @@ class EncodedReplicas:
 
 
 def set_gradient_transport(
-    model: nn.Module,
-    transport: Transport | None,
-    *,
-    high_precision: Filter | None = None,
+    model: nn.Module, transport: Transport | None, *, high_precision: Filter | None = None
 ) -> None:
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
 

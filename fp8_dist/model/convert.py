@@ -73,8 +73,7 @@ def convert_to_float8_training(
         check_config("convert_to_float8_training", config, Float8LinearConfig)
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    distributed = [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]
-    if distributed:
+    if distributed := [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
             f"{', '.join(alike_names(distributed)) or 'that of the module'}. {CONVERT_BEFORE}"
@@ -229,8 +228,7 @@ def _choose(
             title = f"{kind} contains no nn.Linear, so nothing was converted"
         lines = [f"  {name}: {group[0][1]}" for name, group in alike(linear, lambda row: row)]
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
-    notes = [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]
-    if notes:
+    if notes := [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]:
         warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
 

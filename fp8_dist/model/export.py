@@ -262,11 +262,7 @@ def float8_stream(
 
 
 def _entries(
-    model: nn.Module,
-    source: _Source,
-    tensor: Tensor,
-    scales: Tensor | None,
-    packs: bool,
+    model: nn.Module, source: _Source, tensor: Tensor, scales: Tensor | None, packs: bool
 ) -> Iterator[WeightEntry]:
     if (weight := source.weight) is None or scales is None:
         yield from (WeightEntry(key, tensor, None) for key in source.keys)

@@ -302,39 +302,34 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
         raise ValueError(
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
-    are_coded = any(files.float8(entry.key) for entry in entries) and not is_float8(tensor.dtype)
+    holds_codes = is_float8(dtype := tensor.dtype)  # of a layer of other code
+    are_coded = not holds_codes and any(files.float8(entry.key) for entry in entries)
     for entry in entries:
-        key, shape = entry.key, files.shape(entry.key)
+        key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        _check_values(key, tensor.dtype, files, values)
+        is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
+        if not (files.float8(key) is dtype if holds_codes else is_same_kind):
+            raise ValueError(
+                f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
+                "integers are not read as values. Dequantize the checkpoint with the library that "
+                "wrote it"
+            )
+        scales = [name for name in files.companions.get(key, ()) if name not in values]
+        if scales and (holds_codes or not files.float8(key)):
+            raise ValueError(
+                f"{key} is in {kind}, and the checkpoint has {_some(scales)} too; whether its "
+                "values are to be multiplied is not known. Remove the scales from the checkpoint"
+            )
         if are_coded and weight is not None and weight.is_stored:
             _first_block(weight, entry)
             if files.float8(key):
                 _stored_scales(weight, entry, files)
         elif are_coded and files.float8(key):
             _scales_of(entry, files)
-
-
-def _check_values(key: str, dtype: torch.dtype, files: _Files, values: set[str]) -> None:
-    """Check that an entry has the values of a tensor of this dtype, or is in float8."""
-    kind, holds_codes = files.dtype(key), is_float8(dtype)  # codes: for a layer of other code
-    is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
-    if not (files.float8(key) is dtype if holds_codes else is_same_kind):
-        raise ValueError(
-            f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
-            "integers are not read as values. Dequantize the checkpoint with the library that "
-            "wrote it"
-        )
-    scales = [name for name in files.companions.get(key, ()) if name not in values]
-    if scales and (holds_codes or not files.float8(key)):
-        raise ValueError(
-            f"{key} is in {kind}, and the checkpoint has {_some(scales)} too; whether its values "
-            "are to be multiplied is not known. Remove the scales from the checkpoint"
-        )
 
 
 def _load(part: _Part, files: _Files) -> None:
