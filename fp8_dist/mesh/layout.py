@@ -41,8 +41,7 @@ class Layout(NamedTuple):
 
     def replicated_over(self, mesh: DeviceMesh) -> "Layout":
         """The layout of the tensor after it was gathered over a 1-D mesh, an axis of its own."""
-        axes = zip(_is_axis(self.mesh, mesh), self.placements, strict=True)
-        return self._replace(placements=tuple([Replicate() if same else p for same, p in axes]))
+        return _replicated_over(self, mesh)
 
     def pieces_at(self, coordinate: Sequence[int]) -> "tuple[Pieces, ...]":
         """The part of each dim that the rank at a coordinate has."""
@@ -125,6 +124,12 @@ def _is_axis(mesh: DeviceMesh, other: DeviceMesh) -> tuple[bool, ...]:
     """For each axis of a mesh, whether its ranks are those of another mesh, which is 1-D."""
     ranks = dist.get_process_group_ranks
     return tuple([ranks(group) == ranks(other.get_group()) for group in mesh.get_all_groups()])
+
+
+@lru_cache(maxsize=1024)  # because each forward asks for it
+def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
+    axes = zip(_is_axis(layout.mesh, mesh), layout.placements, strict=True)
+    return layout._replace(placements=tuple([Replicate() if same else p for same, p in axes]))
 
 
 @lru_cache(maxsize=1024)
