@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from itertools import chain
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,21 +57,17 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     by_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            device_mesh = getattr(parameter.grad, "device_mesh", None)
-            by_mesh.setdefault(device_mesh, []).append(parameter)
-    norms = []
+        if (grad := parameter.grad) is not None:
+            by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(parameter)
     if exact and norm_type != 2.0:
         raise ValueError(f"clip_grad_norm_: exact=True is for norm_type=2, not {norm_type}")
-    if exact and by_mesh:
-        gradients = [p.grad for members in by_mesh.values() for p in members if p.grad is not None]
+    gradients = [[p.grad for p in members if p.grad is not None] for members in by_mesh.values()]
+    if exact and gradients:
         # The largest of one norm is that norm; its 2-norm may be rounded.
-        norms, norm_type = [exact_norm(gradients).float()], torch.inf
+        norms, norm_type = [exact_norm([*chain(*gradients)]).float()], torch.inf
     else:
-        for members in by_mesh.values():
-            gradients = [p.grad for p in members if p.grad is not None]
-            norm = get_total_norm(gradients, norm_type, False, foreach)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms = [get_total_norm(some, norm_type, False, foreach) for some in gradients]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
     for members in by_mesh.values():
         clip_grads_with_norm_(members, max_norm, total, foreach)
@@ -93,7 +90,7 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
             raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
         gradient = mesh.reduced(gradient)
         layout = mesh.Layout.of(gradient)
-        groups = () if layout is None else mesh.groups_over(layout.mesh, mesh.sharded_axes(layout))
+        groups = () if layout is None else mesh.groups_over(layout.mesh, layout.sharded_axes())
         shards.setdefault(groups, []).append(mesh.local_tensor(gradient).flatten())
     device = next(iter(shards.values()))[0].device
     amaxes = []

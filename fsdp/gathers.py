@@ -71,9 +71,10 @@ def _check_gathers(group: Any) -> None:
     reshards = internals.fsdp_reshards_to_smaller_mesh(group)
     is_divided = shards is not None and shards.size() > 1
     for parameter in internals.fsdp_parameters([group]):
-        first, *others = [weights_of(module).get(name) for module, name in parameter.users]
-        is_float8 = hasattr(local_tensor(parameter.sharded), "fsdp_pre_all_gather")
-        if reshards and first is not None and is_float8:
+        weights = [weights_of(module).get(name) for module, name in parameter.users]
+        if (first := weights[0]) is None:
+            continue
+        if reshards and hasattr(local_tensor(parameter.sharded), "fsdp_pre_all_gather"):
             # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh.
             # The output is float8 bytes, which can't require gradients.
             raise ValueError(
@@ -81,8 +82,7 @@ def _check_gathers(group: Any) -> None:
                 "weights that it gathers in float8 to a smaller mesh; use True or False there, or "
                 "leave enable_fsdp_float8_all_gather off, and freeze_to_float8 out"
             )
-        is_open = is_divided and not reshards and all(map(_leaves_gather_open, (first, *others)))
-        if first is not None and is_open:
+        if is_divided and not reshards and all(map(_leaves_gather_open, weights)):
             warn_once(
                 "gather in high precision",
                 f"{first.fqn} and layers like it: FSDP2 gathers their weights in high "

@@ -16,8 +16,9 @@ Where the sum of these is 0 the gradient stays None, as on a single rank. The la
 the module, because ranks that run other modules reduce their gradients together, too.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import torch_internals as internals
 from fp8_dist import transport as wire
-from fp8_dist.linear.agreement import Facts, has_stand_ins
-from fp8_dist.linear.weights import checked_module
+from fp8_dist.linear import agreement, weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
 
@@ -53,14 +53,15 @@ class EncodedReduction:
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(
-        self, module: str, number: int, group: Any, encodings: Sequence[wire.Encoding]
+        self, module: str, number: int, group: Any, encodings: dict[str, wire.Encoding]
     ) -> None:
         shapes = internals.fsdp_padded_shapes(group).items()
         self.parts_of = {
             parameter: wire.Part(shape.numel(), encoding, shape[1:].numel())
-            for (parameter, shape), encoding in zip(shapes, encodings, strict=True)
+            for (parameter, shape), encoding in zip(shapes, encodings.values(), strict=True)
         }
         self.module = module
+        self.encodings = encodings  # by the names of parameters
         self.number = number % 256  # which bf16 can represent
         self.group = group
         # State of the current reduction.
@@ -85,8 +86,7 @@ class EncodedReduction:
         is_filled = keeps_unused or internals.fsdp_ranks(self.group) > 1
         if not self.used and not (is_filled and (runs or keeps_unused)):
             return  # FSDP2 reduces nothing
-        counts = EncodedReduction.check is None or EncodedReduction.check(self)
-        if not counts:
+        if EncodedReduction.check is not None and not EncodedReduction.check(self):
             self.used.clear()
         if is_filled:
             trained = [p for p in parameters if p.is_trained or p.has_gradient()]
@@ -106,45 +106,35 @@ class EncodedReduction:
         self.parameters, self.has_gradients = parameters, False
         self.is_final = replicas is None and hook is None
         if internals.fsdp_ranks(self.group) == 1:
-            return replicas, self._round_then(hook)  # FSDP2 calls no reduce-scatter
+            return replicas, partial(self._round_then, hook)  # FSDP2 calls no reduce-scatter
+        unused = [i for i, parameter in enumerate(parameters) if parameter not in self.used]
         shards = internals.fsdp_reduce_scatter_group(self.group).size()
         flags = gradients[0].new_ones(shards, len(parameters) + 1)
         flags[:, -1] = self.number
-        for i, parameter in enumerate(parameters):
-            if parameter not in self.used:
-                flags[:, i] = 0
+        for i in unused:
+            flags[:, i] = 0
         gradients.append(flags)
         encoded = EncodedReplicas(replicas, self) if replicas and replicas.size() > 1 else replicas
-        unused = [
-            i
-            for i, p in enumerate(parameters)
-            if p not in self.used and internals.FsdpParameter(p).sharded.grad is None
-        ]
-        if not unused or internals.fsdp_reduces_unused(self.group):
+        new = [i for i in unused if internals.FsdpParameter(parameters[i]).sharded.grad is None]
+        if not new or internals.fsdp_reduces_unused(self.group):
             return encoded, hook
-        return encoded, self._drop_unused(unused, hook)
+        return encoded, partial(self._drop_unused, new, hook)
 
-    def _drop_unused(self, unused: Sequence[int], hook: Hook | None) -> Hook:
-        """Let FSDP2 drop the gradients of parameters that no rank has used, after a hook."""
+    def _drop_unused(self, unused: Sequence[int], hook: Hook | None, output: torch.Tensor) -> None:
+        """Run a hook, and let FSDP2 drop the gradients of parameters that no rank has used."""
+        if hook is not None:
+            hook(output)
+        counts = output[-len(self.parameters) - 1 :].tolist()
+        for i in unused:
+            if counts[i] == 0:
+                self.parameters[i] = internals.without_fsdp_gradient(self.parameters[i])
 
-        def drop(output: torch.Tensor) -> None:
-            if hook is not None:
-                hook(output)
-            counts = output[-len(self.parameters) - 1 :].tolist()
-            for i in unused:
-                if counts[i] == 0:
-                    self.parameters[i] = internals.without_fsdp_gradient(self.parameters[i])
-
-        return drop
-
-    def _round_then(self, hook: Hook | None) -> Hook:
-        def round_then_hook(output: torch.Tensor) -> None:
-            runs = wire.runs_of(self.parts)
-            output.copy_(wire.decode(wire.encode(output, runs, output.dtype), runs, output.dtype))
-            if hook is not None:
-                hook(output)
-
-        return round_then_hook
+    def _round_then(self, hook: Hook | None, output: torch.Tensor) -> None:
+        """Round the gradients of a single rank as they are rounded on the wire, and run a hook."""
+        runs = wire.runs_of(self.parts)
+        output.copy_(wire.decode(wire.encode(output, runs, output.dtype), runs, output.dtype))
+        if hook is not None:
+            hook(output)
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -213,12 +203,11 @@ class EncodedReduction:
         return total
 
 
-class EncodedReplicas:
+class EncodedReplicas(NamedTuple):
     """Stand-in, in FSDP2, for the process group of a parameter group's replicas."""
 
-    def __init__(self, replicas: dist.ProcessGroup, shards: EncodedReduction) -> None:
-        self.replicas = replicas
-        self.shards = shards
+    replicas: dist.ProcessGroup
+    shards: EncodedReduction
 
     def size(self) -> int:
         """Return the number of replicas."""
@@ -232,10 +221,7 @@ class EncodedReplicas:
 
 
 def set_gradient_transport(
-    model: nn.Module,
-    transport: Transport | None,
-    *,
-    high_precision: Filter | None = None,
+    model: nn.Module, transport: Transport | None, *, high_precision: Filter | None = None
 ) -> None:
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
 
@@ -280,32 +266,27 @@ def set_gradient_transport(
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
     _check_arguments(model, transport, high_precision)
-    groups = _groups_of(model, transport)
-    encodings = _encodings(model, groups, transport, high_precision)
-    if not has_stand_ins(model.parameters()):
-        _check_agreement(groups, encodings)
+    reductions = _reductions(model, transport, high_precision)
+    if not agreement.has_stand_ins(model.parameters()):
+        _check_agreement(reductions)
     internals.announce_fsdp_reductions(EncodedReduction)
-    for number, (module, group) in enumerate(groups.items()):
+    for reduction in reductions:
+        group = reduction.group
         if transport is not None:
-            name = module or "the root module"
-            reduction = EncodedReduction(name, number, group, [*encodings[module].values()])
             internals.set_fsdp_reduction(group, reduction)
         elif isinstance(internals.fsdp_reduction(group), EncodedReduction):  # not one of other code
             internals.set_fsdp_reduction(group, None)
 
 
-def _encodings(
-    model: nn.Module,
-    groups: Mapping[str, Any],
-    transport: Transport | None,
-    high_precision: Filter | None,
-) -> dict[str, dict[str, wire.Encoding]]:
-    """Return the encodings of gradients: by module, then by parameter, in the group's order."""
+def _reductions(
+    model: nn.Module, transport: Transport | None, high_precision: Filter | None
+) -> list[EncodedReduction]:
+    """Return a reduction for each parameter group of a model."""
     # The keys of model.state_dict().
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
-    encodings: dict[str, dict[str, wire.Encoding]] = {}
-    for module, group in groups.items():
-        by_name = encodings[module] = {}
+    reductions = []
+    for number, (module, group) in enumerate(_groups_of(model, transport).items()):
+        encodings: dict[str, wire.Encoding] = {}
         for p in _parameters(group):
             if (name := names.get(id(p))) is None:
                 raise ValueError(
@@ -313,13 +294,14 @@ def _encodings(
                     "outside of the module that was passed; pass one that holds all of them"
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
-            by_name[name] = None if is_kept or transport == "fp32" else transport
-    if transport in _ENCODED and not any(any(e.values()) for e in encodings.values()):
+            encodings[name] = None if is_kept or transport == "fp32" else transport
+        reductions.append(EncodedReduction(module, number, group, encodings))
+    if transport in _ENCODED and not any(any(r.encodings.values()) for r in reductions):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
         )
-    return encodings
+    return reductions
 
 
 def _parameters(group: Any) -> list[nn.Parameter]:
@@ -327,24 +309,22 @@ def _parameters(group: Any) -> list[nn.Parameter]:
     return [getattr(*parameter.users[0]) for parameter in internals.fsdp_parameters([group])]
 
 
-def _check_agreement(
-    groups: Mapping[str, Any], encodings: Mapping[str, Mapping[str, wire.Encoding]]
-) -> None:
+def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
     """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
-    facts = Facts()
-    for module, group in groups.items():
+    facts = agreement.Facts()
+    for reduction in reductions:
+        group = reduction.group
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
         meshes = (p.device_mesh for p in _parameters(group) if isinstance(p, DTensor))
         for mesh in {group.mesh_info.mesh, *meshes}:
-            mesh_facts = facts.of(mesh)
-            for name, encoding in encodings[module].items():
-                mesh_facts[f"the transport of the gradient of {name}"] = str(encoding)
+            for name, encoding in reduction.encodings.items():
+                facts.of(mesh)[f"the transport of the gradient of {name}"] = str(encoding)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 
 def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
     """Raise if arguments of :func:`set_gradient_transport` are invalid."""
-    checked_module(model)
+    weights.checked_module(model)
     known = (*get_args(Transport), None)
     if transport not in known:
         raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
@@ -364,10 +344,10 @@ def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
     """Return the model's parameter groups that reduce gradients, by the name of their module."""
     groups: dict[str, Any] = {}
     modules = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-    for name, module in modules.items():
-        module_groups = internals.fsdp_groups_of_module(module)
+    for fqn, module in modules.items():
+        name, module_groups = fqn or "the root module", internals.fsdp_groups_of_module(module)
         if transport is not None:
-            _check_takes_transport(module_groups, name or "the root module")
+            _check_takes_transport(module_groups, name)
         for group in module_groups:
             is_known = group in groups.values()  # several modules may share it
             if not is_known and internals.fsdp_reduce_scatter_group(group) is not None:

@@ -13,22 +13,21 @@ the whole weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.linear.agreement import check_layers, needs_comparison
-from fp8_dist.linear.module import float8_layers
+from fp8_dist.linear import agreement, float8_layers
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
-from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor, sharded_axes
+from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.tensor.known import PRECOMPUTED, Kept, KnownWeight
@@ -41,12 +40,11 @@ Key = tuple[int, str]
 
 
 class _Measured(NamedTuple):
-    """Statistics of the shard of a weight, for one scheme."""
+    """Statistics of the shard of a weight, for one scheme, and how ranks reduce them."""
 
-    local: Statistics  # on the device that uses them
     layout: Layout
     axes: tuple[tuple[int, ...], ...]  # for each level, the axes of the mesh to reduce over
-    places: tuple[Placed | None, ...]  # for each level, the global positions; None if not reduced
+    places: list[Placed]  # for each level, on the device that uses them
 
 
 def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
@@ -87,15 +85,15 @@ def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics)
         local = tuple([level.to(dtype).to(level.dtype) for level in local])
     layout = weight.layout()
     assert layout is not None
-    sharded = sharded_axes(layout)
+    sharded = layout.sharded_axes()
     # If statistics of more than the shard are kept, they come from all ranks.
     is_shard = kept.layout == layout and not kept.whole
     axes = scheme.axes(layout) if is_shard else (sharded,) * len(local)
     places = [
-        Placed.of(statistics, level, layout, sharded) if level_axes else None
-        for statistics, level, level_axes in zip(local, scheme.levels, axes, strict=True)
+        Placed.of(statistics, level, layout, sharded if over else ())
+        for statistics, level, over in zip(local, scheme.levels, axes, strict=True)
     ]
-    return _Measured(local, layout, axes, tuple(places))
+    return _Measured(layout, axes, places)
 
 
 def precompute_float8_dynamic_scale(module: nn.Module) -> None:
@@ -161,14 +159,14 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
 
 
 def check_agreement(module: nn.Module, caller: str) -> None:
-    """Compare the layers of a module between ranks if it has not run yet (see check_layers).
+    """Compare the layers of a module between ranks if it has not run yet.
 
     Call it before raising an error for a module without converted layers: other ranks may have
     some.
     """
-    if needs_comparison(module):
+    if agreement.needs_comparison(module):
         reshard(module, caller)
-        check_layers(module, float8_modules(module), caller)
+        agreement.check_layers(module, float8_modules(module), caller)
 
 
 def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
@@ -192,12 +190,11 @@ def _check_weights(weights: dict[str, Float8Weight]) -> None:
             f"{', '.join(hidden)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
             "fully_shard (FSDP2), or leave precompute out: the layers compute the scales"
         )
-    unsharded = [
+    if unsharded := [
         weight.fqn or fqn  # the full name, also if the caller passed the layer itself
         for fqn, weight in weights.items()
         if isinstance(local_tensor(weight.parameter()), Float8Tensor)
-    ]
-    if unsharded:
+    ]:
         raise ValueError(
             f"{_CALLER}: these weights are unsharded float8 copies: {', '.join(unsharded)}. Call "
             "it on the root module, or reshard() the FSDP modules that hold them first"
@@ -208,9 +205,9 @@ def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
     """All-reduce the statistics that depend on other ranks, and return them level by level."""
     placed: list[tuple[DeviceMesh, Placed]] = []
     axes: dict[DeviceMesh, set[int]] = {}
-    for _, layout, level_axes, places in measured:
-        placed += [(layout.mesh, place) for place in places if place is not None]
+    for layout, level_axes, places in measured:
         if any(level_axes):
+            placed += [(layout.mesh, place) for place in compress(places, level_axes)]
             axes.setdefault(layout.mesh, set()).update(*level_axes)
     if not placed:
         return iter(())
@@ -237,24 +234,20 @@ def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
     measured = _measure(weights)
     reduced = _reduced(measured.values())
     whole: dict[Key, Statistics] = {}
-    for key, (local, _, _, places) in measured.items():
-        levels = zip(local, places, strict=True)
-        whole[key] = tuple(
-            [n if place is None else place.whole(next(reduced)) for n, place in levels]
-        )
+    for key, (_, axes, places) in measured.items():
+        levels = zip(places, axes, strict=True)
+        whole[key] = tuple([p.whole(next(reduced)) if over else p.local for p, over in levels])
     for weight, kept in weights.items():
         parameter, statistics = weight.parameter(), list[Statistics]()
         for scheme in kept.schemes:
             key = id(parameter), scheme.key
-            _, layout, _, places = measured[key]
+            layout, _, places = measured[key]
             if kept.whole:
                 statistics.append(whole[key])
             elif kept.layout != layout:
                 statistics.append(scheme.local_part(whole[key], kept.layout))
             else:
-                levels = zip(whole[key], places, strict=True)
-                parts = [n if place is None else place.part(n) for n, place in levels]
-                statistics.append(tuple(parts))
+                statistics.append(tuple(map(Placed.part, places, whole[key])))
         if not isinstance(shard := local_tensor(parameter), KnownWeight):
             shard = KnownWeight(shard)
             set_dtensor_local(parameter, shard)  # type: ignore[arg-type]

@@ -9,9 +9,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
-from fp8_dist.linear import optimizer_steps
+from fp8_dist.linear import Float8Linear, float8_layers, optimizer_steps
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, advance
-from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weights import float8_weights, mark_scales_ready, weights_of_model
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.torch_internals import disabled_in_graphs
@@ -178,8 +177,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
-    parameters = {fqn: weight.parameter() for fqn, weight in weights.items()}
-    trained = {id(p): fqn for fqn, p in parameters.items() if p.requires_grad}
+    trained = {id(p): fqn for fqn, w in weights.items() if (p := w.parameter()).requires_grad}
     fitting = [
         opt for opt in optimizers if not trained.keys().isdisjoint(optimizer_steps.updated_by(opt))
     ]

@@ -29,7 +29,7 @@ from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.weight import Float8Weight, GatherPlan
 from fp8_dist.linear.weights import weights_of
-from fp8_dist.mesh import Layout, local_sizes, local_tensor
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.scaling import Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.tensor.known import KnownWeight
@@ -162,7 +162,7 @@ def wrap_sharded(parameter: internals.FsdpParameter, weights: Sequence[Float8Wei
             )
         layout = Layout.of(sharded)
         arrives = layout and asking[0].gathered_layout(layout)
-        if arrives and any(0 in local_sizes(arrives, dim) for dim in range(sharded.ndim)):
+        if arrives and any(0 in arrives.local_sizes(dim) for dim in range(sharded.ndim)):
             raise ValueError(
                 f"{asking[0].fqn}: a weight of shape {tuple(sharded.shape)} leaves a "
                 f"tensor-parallel rank of {sharded.device_mesh} without any of it, and FSDP2 can't "
@@ -195,8 +195,7 @@ def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
     for weight in weights:
         parameter = weight.parameter()
         if isinstance(parameter, DTensor):
-            internals.set_dtensor_local(
-                parameter, KnownWeight.unwrap(internals.dtensor_local(parameter))
-            )
+            local = internals.dtensor_local(parameter)
+            internals.set_dtensor_local(parameter, KnownWeight.unwrap(local))
         if weight.fsdp is not None:
             weight.fsdp.forget_hooks()

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear.agreement import Facts
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
-from fp8_dist.tensor_parallel.plan import apply_tp_plan, checked_layers, fused_layers, matched
+from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 # A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
@@ -42,7 +41,7 @@ _Tensors = Mapping[Any, list[torch.Tensor]]
 def check_tp_plan(
     model: nn.Module,
     mesh: DeviceMesh,
-    plan: dict[str, ParallelStyle],
+    plan: Plan,
     batch: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -109,7 +108,7 @@ def check_tp_plan(
             apply_tp_plan(parallel.model, mesh, plan)
         for run in runs:
             run.forward(batch, rounds=run is rounded)
-        _compare_outputs({"", *matched(model, plan)}, *runs)
+        _compare_outputs({"", *styles_by_name(model, plan)}, *runs)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
         for name, error in _errors(mesh, *(run.gradients() for run in runs)).items():
@@ -119,8 +118,7 @@ def check_tp_plan(
                     f"{name!r} is the first that differs from one device's under the plan: {error}."
                     " Does it need a style that sums its gradient, such as SequenceParallel?"
                 )
-    styles = {name: style for pattern, style in plan.items() for name in matched(model, [pattern])}
-    checked_layers.update(model.get_submodule(n) for n in fused_layers(model, mesh, styles))
+    mark_checked(model, mesh, plan)
 
 
 _Call = tuple[str, int]  # the name of a module, and the number of a call of it
@@ -228,14 +226,12 @@ class _Run:
             yield
         except Exception as error:
             parallel = any(isinstance(p, DTensor) for p in self.model.parameters())
-            missing = (
-                f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None
-            )
+            unset = (f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None)
             if self.within:
                 at = f"the forward of {_named(self.within[-1])}"
             raise ValueError(
                 f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, "
-                f"{at or next(missing, 'the backward')} fails: {type(error).__name__}: {error}"
+                f"{at or next(unset, 'the backward')} fails: {type(error).__name__}: {error}"
             ) from error
 
 

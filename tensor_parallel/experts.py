@@ -1,13 +1,13 @@
 """Styles that divide experts: each rank gets whole experts, or a part of every expert."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from fp8_dist.linear.weights import attach_statistics, weights_of
-from fp8_dist.mesh import sharded_dim
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
 
@@ -32,8 +32,8 @@ class _ExpertsStyle(CheckedStyle):
                 "float8; call convert_experts_to_float8_training first"
             )
             return
-        fqn, placements = next(iter(weights_of(module).values())).fqn, self.placements(module)
-        fqn = fqn or "the module"
+        fqn = next(iter(weights_of(module).values())).fqn or "the module"
+        placements: Mapping[str, Any] = self.placements(module)
         if not placements:
             yield (
                 f"{fqn}: the features of a {type(module).__name__} can't be divided; use "
@@ -45,8 +45,7 @@ class _ExpertsStyle(CheckedStyle):
                 "ranks; use combine='high_precision'"
             )
         for name, placement in placements.items():
-            dim = sharded_dim(placement, 3)
-            assert dim is not None
+            dim = placement.dim
             count = module.get_parameter(name).shape[dim] // getattr(placement, "split_factor", 1)
             if count % size:
                 yield (

@@ -4,19 +4,16 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from fp8_dist.cast import as_float8_of, cast_local
 from fp8_dist.device import autocast
+from fp8_dist.linear import Float8Linear, checks, observing, operands
 from fp8_dist.linear.amax_history import AmaxHistory
 from fp8_dist.linear.autograd import Gradients, differentiable_once
-from fp8_dist.linear.checks import check_summed_in_fp32
-from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.observing import Origin, Owner, is_observed
-from fp8_dist.linear.operands import checked_scheme_of_move
 from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
 from fp8_dist.scaling import CastPlan, Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
@@ -25,8 +22,8 @@ from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
 def share_input(
-    input: torch.Tensor, layers: Sequence[Float8Linear], *, reduce_transport: Encoding = None
-) -> torch.Tensor:
+    input: Tensor, layers: Sequence[Float8Linear], *, reduce_transport: Encoding = None
+) -> Tensor:
     """Cast and gather an input once for several layers, such as wq, wk and wv.
 
     This is ``PrepareFloat8ModuleInput`` as a function.
@@ -55,7 +52,7 @@ def share_input(
             local tensor was declared, or the other way round.
     """
     if not torch.compiler.is_compiling():
-        _check_shared(input, layers, reduce_transport)
+        _check(input, layers, reduce_transport)
     first = layers[0]
     declared, scheme = first.local_placements, first.config.recipe.gather_scheme["input"]
     placed: Any = input if declared is None else as_dtensor(input, declared.mesh, (declared.input,))
@@ -110,7 +107,7 @@ def as_float8_input(
     mesh: DeviceMesh,
     scheme: Scheme,
     history: AmaxHistory | None,
-    owner: Owner,
+    owner: observing.Owner,
     number: int = 1,
 ) -> Any:
     """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
@@ -121,14 +118,14 @@ def as_float8_input(
         owner: the ``float8_weight`` of the first layer that takes the input.
         number: that of the input among those that share the history, from 1 on.
     """
-    castable = isinstance(x, torch.Tensor) and x.dtype.is_floating_point
+    castable = isinstance(x, Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
     x = autocast(x)
     x = as_dtensor(x, mesh, (layout,))
     replicated = (Replicate(),) * x.device_mesh.ndim
     how = (scheme,), replicated, owner.config, owner.fqn
-    if checked_scheme_of_move(x, "input", *how) is None:
+    if operands.checked_scheme_of_move(x, "input", *how) is None:
         return x
     shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
     return _CastInput.apply(reduced(x), scheme, history, shared)
@@ -146,7 +143,7 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     """
     if transport is None:
         return input.redistribute(placements=(Replicate(),))
-    check_summed_in_fp32(input, transport, who)
+    checks.check_summed_in_fp32(input, transport, who)
     return _gathered(input, transport, who)
 
 
@@ -162,19 +159,19 @@ class _CastInput(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
-    ) -> torch.Tensor:
+        ctx: Any, input: Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
+    ) -> Tensor:
         if history is not None:
             (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
         else:
             quantized = cast_local(input, scheme)
         prepared = as_float8_of(input, quantized)
-        if is_observed():
-            local_tensor(prepared).origin = Origin(input.detach(), quantized)  # type: ignore[attr-defined]
+        if observing.is_observed():
+            local_tensor(prepared).origin = observing.Origin(input.detach(), quantized)  # type: ignore[attr-defined]
         return prepared
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad, None, None, None
 
 
@@ -196,16 +193,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         if grad is None:
             return None, None
         assert isinstance(grad, DTensor)
         return reduced_to(grad, ctx.layout.placements, ctx.spec.transport), None
 
 
-def _check_shared(
-    input: torch.Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding
-) -> None:
+def _check(input: Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding) -> None:
     single = isinstance(layers, nn.Linear)
     wrong = [layers] if single else [m for m in layers if not isinstance(m, Float8Linear)]
     if wrong:

@@ -5,16 +5,15 @@ parts, and assumes equal ones. Its gather of unequal parts aborts, or never ends
 is known where a tensor is divided, and there it is the same on all ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Shard, parallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 
-def check_lengths(model: nn.Module, size: int, styles: Mapping[str, ParallelStyle]) -> None:
+def check_lengths(model: nn.Module, size: int, styles: dict[str, parallel.ParallelStyle]) -> None:
     """Let modules raise ValueError in the forward if they divide a length that ``size`` does not.
 
     Only dims are checked along which styles read plain parts. The last dim has features, whose
@@ -53,12 +52,10 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
     if isinstance(style, parallel.PrepareModuleInput):
         pairs = style.input_layouts or (), style.desired_input_layouts or ()
         module.register_forward_pre_hook(lambda _, args: check(name, args, *pairs))
-    elif isinstance(style, parallel.PrepareModuleOutput):
-        pairs = style.output_layouts, style.desired_output_layouts
+    elif layouts := getattr(style, "output_layouts", None):
+        # The output of a linear layer is a DTensor here, of which only the desired layout counts.
+        pairs = layouts, getattr(style, "desired_output_layouts", layouts)
         module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
-    elif isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        layouts: Any = style.output_layouts  # of a DTensor with any placement
-        module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
 def _simple_styles(style: Any) -> Iterator[Any]:
@@ -73,8 +70,5 @@ def _read(style: Any) -> Iterable[Placement | None]:
     """The placements that a style assumes for plain inputs."""
     if isinstance(style, parallel.SequenceParallel):
         return style.sequence_sharding
-    if isinstance(style, parallel.PrepareModuleInput):
-        return (*(style.input_layouts or ()), *style.input_kwarg_layouts.values())
-    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        return style.input_layouts  # type: ignore[no-any-return]
-    return ()
+    layouts = getattr(style, "input_layouts", None) or ()
+    return (*layouts, *getattr(style, "input_kwarg_layouts", {}).values())

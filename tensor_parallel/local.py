@@ -3,9 +3,8 @@
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from fp8_dist.linear.agreement import check_placed
+from fp8_dist.linear import Float8Linear, agreement
 from fp8_dist.linear.local_placements import LocalPlacements
-from fp8_dist.linear.module import Float8Linear
 from fp8_dist.linear.weights import attach_statistics
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
@@ -69,7 +68,7 @@ def declare_placements(
         # First of all, because only some ranks may fail the checks below.
         converted = {"": layer} if isinstance(layer, Float8Linear) else {}
         declared = f"{weight=}, {input=}, {output=}, {reduce_transport=}"
-        check_placed(converted, mesh, "declare_placements", {"placements": declared})
+        agreement.check_placed(converted, mesh, "declare_placements", {"placements": declared})
     if not isinstance(layer, Float8Linear):
         raise TypeError(
             f"declare_placements needs a Float8Linear, got {kind_of(layer)}; convert it "

@@ -10,38 +10,36 @@ again. Otherwise the plan is an error.
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from weakref import WeakSet
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate, parallel
 
-from fp8_dist.linear.agreement import check_placed
-from fp8_dist.linear.module import Float8Linear
+from fp8_dist.linear import Float8Linear, agreement
 from fp8_dist.linear.weights import float8_modules
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
 
+# The parallel styles of modules, by their names or by patterns of names.
+Plan = dict[str, parallel.ParallelStyle]
+
 # Attributes of an attention module whose values the tensor-parallel size must divide.
 _HEADS = ("n_heads", "n_head", "num_heads")
 _KV_HEADS = ("n_kv_heads", "n_kv_head", "num_key_value_heads")
 
 # Names of layers that are several projections. (DeepSeek's kv_b_proj is ordered by head.)
-_FUSED = re.compile(
-    r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.IGNORECASE
-)
+_FUSED = re.compile(r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.I)
 
 # Layers that look fused under a plan for which check_tp_plan has passed.
 checked_layers: "WeakSet[nn.Module]" = WeakSet()
 
 
-def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> nn.Module:
+def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     """Parallelize ``model`` in place, after checking every entry of ``plan``.
 
     Args:
@@ -83,23 +81,22 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             f"apply_tp_plan: plan must be a dict of module names to styles, got {plan!r}"
         )
     for pattern, style in plan.items():
-        if not isinstance(style, ParallelStyle):
+        if not isinstance(style, parallel.ParallelStyle):
             raise TypeError(
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
     facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
-    check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
-    matches = {pattern: matched(model, [pattern]) for pattern in plan}
+    agreement.check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
     # Names instead of patterns, for which torch warns about every module that does not match.
-    resolved = {name: plan[pattern] for pattern in plan for name in matches[pattern]}
+    resolved = styles_by_name(model, plan)
     ties = _ties(model)
     # Without duplicates, because all projections of an attention module report its head counts.
-    if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan, matches)):
+    if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan)):
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
     _warn_of_high_precision(model, resolved)
-    if fused := fused_layers(model, mesh, resolved):
+    if fused := _fused(model, mesh, resolved):
         warnings.warn(
             f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
             "several projections in one layer. Each rank gets consecutive output features, not a "
@@ -109,14 +106,12 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             stacklevel=2,
         )
     check_lengths(model, mesh.size(), resolved)
-    parallelize_module(model, mesh, resolved)
+    parallel.parallelize_module(model, mesh, resolved)
     for tie in ties:
-        tied = {name: model.get_parameter(name) for name in tie}
-        places = {
-            n: p.placements[-1] if isinstance(p, DTensor) else "whole" for n, p in tied.items()
-        }
-        if len({*places.values()}) > 1:
-            listed = ", ".join(f"{name} {place}" for name, place in places.items())
+        tied = [model.get_parameter(name) for name in tie]
+        places = [p.placements[-1] if isinstance(p, DTensor) else "whole" for p in tied]
+        if len({*places}) > 1:
+            listed = ", ".join(f"{name} {place}" for name, place in zip(tie, places, strict=True))
             raise ValueError(
                 f"apply_tp_plan: {' and '.join(map(repr, tie))} are one parameter (tied), which "
                 f"the plan would untie: {listed}. Give its modules entries that divide it alike "
@@ -125,21 +120,19 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelSt
             )
         for name in tie[1:]:
             module, _, attribute = name.rpartition(".")
-            if tied[name] is not tied[tie[0]]:
-                setattr(model.get_submodule(module), attribute, tied[tie[0]])
+            setattr(model.get_submodule(module), attribute, tied[0])
     return model
 
 
-def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) -> None:
+def _warn_of_high_precision(model: nn.Module, styles: Plan) -> None:
     """Warn about converted layers with torch's styles, as in a plan made before the conversion."""
-    missed = [
+    if missed := [
         name
         for name, style in styles.items()
         if isinstance(model.get_submodule(name), Float8Linear)
-        and isinstance(style, ColwiseParallel | RowwiseParallel)
+        and isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel)
         and not isinstance(style, CheckedStyle)
-    ]
-    if missed:
+    ]:
         warnings.warn(
             f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
             "styles, which move their inputs and output gradients in high precision. Make the plan "
@@ -148,7 +141,7 @@ def _warn_of_high_precision(model: nn.Module, styles: dict[str, ParallelStyle]) 
         )
 
 
-def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelStyle]) -> list[str]:
+def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:
     """Return the column-parallel layers that look like several projections in one.
 
     There are none on a mesh of one rank, and none that were checked.
@@ -156,7 +149,7 @@ def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelS
     fused = []
     for name, style in styles.items() if mesh.size() > 1 else ():
         layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
-        if not isinstance(style, ColwiseParallel) or not isinstance(layer, nn.Linear):
+        if not isinstance(style, parallel.ColwiseParallel) or not isinstance(layer, nn.Linear):
             continue
         # The style that hf_tp_plan gives to the parent has the number of parts of the layer's
         # output, of which no rank splits one: transformers declares the layer to be ordered.
@@ -167,10 +160,22 @@ def fused_layers(model: nn.Module, mesh: DeviceMesh, styles: dict[str, ParallelS
     return fused
 
 
-def matched(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules that patterns match, by their first name, which is the only one torch knows."""
+def mark_checked(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
+    """Exclude the layers of a model that look fused under a plan from later warnings."""
+    fused = _fused(model, mesh, styles_by_name(model, plan))
+    checked_layers.update(map(model.get_submodule, fused))
+
+
+def styles_by_name(model: nn.Module, plan: Plan) -> Plan:
+    """The styles of a plan, by the names of the modules that its patterns match."""
+    matches = _matched(model, plan)
+    return {name: plan[pattern] for pattern, names in matches.items() for name in names}
+
+
+def _matched(model: nn.Module, plan: Plan) -> dict[str, dict[str, nn.Module]]:
+    """The modules that each pattern matches, by their first name, the only one that torch knows."""
     names = {module: name for name, module in model.named_modules()}
-    return {names[m]: m for pattern in patterns for m in _matches(model, pattern)}
+    return {pattern: {names[m]: m for m in _matches(model, pattern)} for pattern in plan}
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
@@ -184,21 +189,17 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
             yield from _matches(child, rest)
 
 
-def _offenders(
-    model: nn.Module,
-    size: int,
-    plan: dict[str, ParallelStyle],
-    matches: dict[str, dict[str, nn.Module]],
-) -> Iterator[str]:
+def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
     """Yield the reasons why ``plan`` can't be applied on ``size`` ranks, one line each."""
     claimed: dict[str, str] = {}
-    for pattern, style in plan.items():
-        if not matches[pattern]:
+    for pattern, matches in _matched(model, plan).items():
+        style = plan[pattern]
+        if not matches:
             yield (
                 f"{pattern!r} matches no module: a name has one part per level, as in "
                 f"model.named_modules(), and '*' stands for one part"
             )
-        for name, module in matches[pattern].items():
+        for name, module in matches.items():
             if name in claimed:
                 yield (
                     f"{name!r} is matched by two entries, {claimed[name]!r} and {pattern!r}: "
@@ -214,7 +215,8 @@ def _offenders(
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             parent = name.rpartition(".")[0]
-            for attribute in (*_HEADS, *_KV_HEADS) if isinstance(style, ColwiseParallel) else ():
+            divides_heads = isinstance(style, parallel.ColwiseParallel)
+            for attribute in (*_HEADS, *_KV_HEADS) if divides_heads else ():
                 count = getattr(model.get_submodule(parent), attribute, None)
                 if isinstance(count, int) and count % size:
                     yield (

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, parallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.tensor_parallel import styles
@@ -49,9 +48,9 @@ class EmbeddingRowwiseParallel(ResidualRowwiseParallel):
     collective has finished (pytorch#191113).
 
     The gradient of the output may have any placement. With fewer tokens than ranks, torch
-    replicates the output
-    of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then Partial, and torch
-    can't redistribute it to the placement of the output of an embedding with a sharded weight.
+    replicates the output of some norms (2.13: layer_norm; 2.15: rms_norm). Their gradient is then
+    Partial, and torch can't redistribute it to the placement of the output of an embedding with a
+    sharded weight.
     """
 
     @staticmethod
@@ -96,7 +95,7 @@ def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> dict[
 
 def colwise_style(
     layer: nn.Module, reduce_transport: Encoding = None, **arguments: Any
-) -> ParallelStyle:
+) -> parallel.ParallelStyle:
     """Return the column-parallel style of a layer: float8 if it is converted, else torch's."""
     if isinstance(layer, Float8Linear):
         return styles.Float8ColwiseParallel(reduce_transport=reduce_transport, **arguments)
@@ -105,7 +104,7 @@ def colwise_style(
 
 def head_style(
     layer: nn.Module, stream: Placement, loss_parallel: bool, reduce_transport: Encoding = None
-) -> ParallelStyle:
+) -> parallel.ParallelStyle:
     """Return the style of a head, whose logits are full, or a DTensor for ``loss_parallel``."""
     output = Shard(-1) if loss_parallel else Replicate()
     layouts = {"input_layouts": stream, "output_layouts": output}
@@ -114,7 +113,7 @@ def head_style(
 
 def residual_style(
     layer: nn.Module, reduce_transport: Encoding = None, **layouts: Placement
-) -> ParallelStyle:
+) -> parallel.ParallelStyle:
     """Return the style of a layer that writes to the residual stream: float8 if converted."""
     if isinstance(layer, Float8Linear):
         return Float8ResidualRowwiseParallel(reduce_transport=reduce_transport, **layouts)
@@ -139,7 +138,7 @@ def prepare_style(
     plain: type[parallel.PrepareModuleInput] | None = None,
     float8: type[styles.PrepareFloat8ModuleInput] = styles.PrepareFloat8ModuleInput,
     **arguments: Any,
-) -> ParallelStyle:
+) -> parallel.ParallelStyle:
     """Return the style of a module that gathers its first input for linear layers.
 
     Args:
@@ -175,7 +174,7 @@ def llama_tp_plan(
     sequence_parallel: bool = True,
     loss_parallel: bool = False,
     reduce_transport: Encoding = None,
-) -> dict[str, ParallelStyle]:
+) -> dict[str, parallel.ParallelStyle]:
     """Make the tensor-parallel plan of a Llama for ``apply_tp_plan``: module names to styles.
 
     A converted layer (``Float8Linear``) gets a float8 style, any other layer gets torch's style. If
@@ -216,11 +215,9 @@ def llama_tp_plan(
             expected += [f"{layer}.{norm}", f"{layer}.{block}"]
             expected += [f"{layer}.{block}.{name}" for name in (*readers, writer)]
     modules = check_names(model, expected, "llama_tp_plan")
-    between: Placement = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, ParallelStyle] = {
-        "tok_embeddings": EmbeddingRowwiseParallel(
-            input_layouts=Replicate(), output_layouts=between
-        )
+    stream: Placement = Shard(1) if sequence_parallel else Replicate()
+    plan: dict[str, parallel.ParallelStyle] = {
+        "tok_embeddings": EmbeddingRowwiseParallel(input_layouts=Replicate(), output_layouts=stream)
     }
     for layer in names:
         for block, (norm, readers, writer) in _BLOCKS.items():
@@ -228,12 +225,12 @@ def llama_tp_plan(
                 plan[f"{layer}.{norm}"] = parallel.SequenceParallel()
             path = f"{layer}.{block}"
             layers = {name: modules[f"{path}.{name}"] for name in readers}
-            plan[path] = prepare_style(layers, between, reduce_transport)
+            plan[path] = prepare_style(layers, stream, reduce_transport)
             plan |= {f"{path}.{name}": colwise_style(layer) for name, layer in layers.items()}
             plan[f"{path}.{writer}"] = residual_style(
-                modules[f"{path}.{writer}"], reduce_transport, output_layouts=between
+                modules[f"{path}.{writer}"], reduce_transport, output_layouts=stream
             )
     if sequence_parallel:
         plan["norm"] = parallel.SequenceParallel()
-    plan["output"] = head_style(modules["output"], between, loss_parallel, reduce_transport)
+    plan["output"] = head_style(modules["output"], stream, loss_parallel, reduce_transport)
     return plan

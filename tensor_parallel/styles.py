@@ -17,12 +17,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fp8_dist.linear.agreement import check_placed
+from fp8_dist.linear import Float8Linear, agreement, float8_layers
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
-from fp8_dist.linear.module import Float8Linear, float8_layers
 from fp8_dist.linear.weights import attach_statistics, float8_modules, float8_weights
 from fp8_dist.mesh import check_axis
 from fp8_dist.scaling import Scheme
@@ -44,7 +42,7 @@ class CheckedStyle(ParallelStyle):
         weights = float8_weights(module).values()
         if not weights or any(not weight.is_compared for weight in weights):
             facts = {"the style": described(self)}
-            check_placed(float8_modules(module), mesh, "parallelize_module", facts)
+            agreement.check_placed(float8_modules(module), mesh, "parallelize_module", facts)
         for misfit in self.misfits(module, mesh.size()):
             raise ValueError(f"parallelize_module: {misfit}")
 

@@ -7,7 +7,7 @@ from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
-from fp8_dist.mesh import Layout, local_sizes, local_tensor
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 
@@ -102,7 +102,7 @@ def check_alignment(
         return
     bad = []
     for dim, name in enumerate(("out_features", "in_features")):
-        sizes = {weight.shape[dim]} if layout is None else local_sizes(layout, dim)
+        sizes = {weight.shape[dim]} if layout is None else layout.local_sizes(dim)
         if any(n % ALIGNMENT for n in sizes):
             bad.append(f"{name} {' or '.join(map(str, sorted(sizes)))}")
     if bad:

@@ -50,7 +50,6 @@ from fp8_dist.linear.observing import Owner, Source, is_observed, observe
 from fp8_dist.mesh import (
     Layout,
     Placements,
-    global_offset,
     has_strided_placements,
     local_pieces,
     local_tensor,
@@ -179,7 +178,7 @@ def _observe(
     def part_of(tensor: torch.Tensor) -> torch.Tensor:
         if layout is None or placements is None or layout.placements == placements:
             return tensor
-        begins = global_offset(layout._replace(placements=placements))
+        begins = layout._replace(placements=placements).offset()
         dims = zip(local_pieces(layout)[:-1], begins, strict=False)
         rows = [tuple((a - begin, b - begin) for a, b in dim) for dim, begin in dims]
         return taken(tensor, [*rows, ((0, tensor.shape[-1]),)])

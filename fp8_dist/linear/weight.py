@@ -44,14 +44,7 @@ from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
 from fp8_dist.linear.stored import StoredWeight, as_stored
-from fp8_dist.mesh import (
-    Layout,
-    has_strided_placements,
-    layout_over,
-    local_tensor,
-    replicated_over,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, has_strided_placements, layout_over, local_tensor, sharded_dim
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import (
     CastPlan,
@@ -229,7 +222,7 @@ class Float8Weight:
 
         Both are the same if FSDP2 replicates the parameter (``replicate``).
         """
-        return None if self.fsdp is None else replicated_over(sharded, self.fsdp.mesh)
+        return None if self.fsdp is None else sharded.replicated_over(self.fsdp.mesh)
 
     def forward_layout(self, weight: torch.Tensor) -> Layout | None:
         """The layout of a forward's weight; with FSDP2, replicated over the mesh that shards it."""

@@ -91,11 +91,8 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
         axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh)) if axis.size > 1
     }
     # A flattened axis stands for those that it covers.
-    coarsest = [
-        by_axis[a]
-        for a in sorted(by_axis, reverse=True)
-        if not any(b.covers(a) and a != b for b in by_axis)
-    ]
+    covered = {b for a in by_axis for b in by_axis if a != b and a.covers(b)}
+    coarsest = [by_axis[axis] for axis in sorted(by_axis.keys() - covered, reverse=True)]
     if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
         groups = _made.setdefault(world, {})
         if frozenset(axes) not in groups:

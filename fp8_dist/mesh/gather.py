@@ -10,16 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.mesh.amax import GroupNames, groups_over
-from fp8_dist.mesh.layout import (
-    Layout,
-    Pieces,
-    local_tensor,
-    narrowed,
-    pieces_at,
-    reduced,
-    regions,
-    sharded_axes,
-)
+from fp8_dist.mesh.layout import Layout, Pieces, local_tensor, narrowed, reduced, regions
 from fp8_dist.torch_internals import cached_but_in_graphs, funcol, resolve_process_group
 
 # The boundary of tensors in a message, where a view of any dtype may begin.
@@ -43,7 +34,7 @@ def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     for i, tensor in enumerate(tensors):
         tensors[i] = tensor = reduced(tensor)
         layout = Layout.of(tensor)
-        groups = () if layout is None else groups_over(layout.mesh, sharded_axes(layout))
+        groups = () if layout is None else groups_over(layout.mesh, layout.sharded_axes())
         alike.setdefault(groups, []).append(i)
     full: dict[int, Callable[[], torch.Tensor]] = {}
     for groups, indices in alike.items():
@@ -136,4 +127,4 @@ def _parts(
             for member in group_coordinates
             for sender in senders
         ]
-    return tuple([pieces_at(layout, sender) for sender in senders])
+    return tuple([layout.pieces_at(sender) for sender in senders])

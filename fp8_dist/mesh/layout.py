@@ -34,6 +34,40 @@ class Layout(NamedTuple):
         """Make the DTensor of this layout with the given local tensor, without collectives."""
         return torch_internals.make_dtensor(local, self.mesh, self.placements, self.shape)
 
+    def sharded_axes(self) -> tuple[int, ...]:
+        """The mesh axes that shard the tensor."""
+        dims = [sharded_dim(placement, len(self.shape)) for placement in self.placements]
+        return tuple(i for i, d in enumerate(dims) if d is not None and self.mesh.size(i) > 1)
+
+    def replicated_over(self, mesh: DeviceMesh) -> "Layout":
+        """The layout of the tensor after it was gathered over a 1-D mesh, an axis of its own."""
+        return _replicated_over(self, mesh)
+
+    def pieces_at(self, coordinate: Sequence[int]) -> "tuple[Pieces, ...]":
+        """The part of each dim that the rank at a coordinate has."""
+        # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
+        # ranks, and tensors have no values in a graph.
+        pieces: list[Pieces] = [((0, size),) for size in self.shape]
+        for axis, dim, parts in _cuts(self):
+            pieces[dim] = _shard(pieces[dim], self.mesh.size(axis), coordinate[axis], parts)
+        return tuple(pieces)
+
+    def offset(self) -> list[int]:
+        """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
+        return [pieces[0][0] if pieces else 0 for pieces in local_pieces(self)]
+
+    def local_sizes(self, dim: int) -> set[int]:
+        """The sizes of a dim on the ranks of the mesh; the same result on all ranks."""
+        return {sum(end - begin for begin, end in shard) for shard in _shards(self, dim)}
+
+    def cuts_blocks(self, dim: int, block: int) -> bool:
+        """Whether any rank's piece along a dim begins inside a block; the same on all ranks."""
+        return any(begin % block for shard in _shards(self, dim) for begin, _ in shard)
+
+    def has_strided_shards(self, dim: int) -> bool:
+        """Whether any rank's shard has several pieces along a dim; the same result on all ranks."""
+        return any(len(shard) > 1 for shard in _shards(self, dim))
+
 
 def check_axis(mesh: object, caller: str) -> None:
     """Raise TypeError for anything but a mesh, and ValueError for a mesh of several axes."""
@@ -50,9 +84,7 @@ def check_axis(mesh: object, caller: str) -> None:
         )
 
 
-def layout_over(
-    tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fqn: str = ""
-) -> Layout:
+def layout_over(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fqn: str) -> Layout:
     """Layout of the global tensor whose local part on a 1-D mesh is ``tensor``.
 
     All local parts must have the same size. If ``tensor`` is a DTensor, either FSDP2 shards each
@@ -67,7 +99,7 @@ def layout_over(
     layout = Layout.of(tensor)
     if layout is None:
         return Layout(mesh, (placement,), shape)
-    if layout.mesh.ndim > 1 and _has_axis(layout.mesh, mesh):
+    if layout.mesh.ndim > 1 and any(_is_axis(layout.mesh, mesh)):
         return layout
     # FSDP2 uses the same placements when it shards a DTensor.
     outer = tuple(
@@ -88,10 +120,16 @@ def layout_over(
 
 
 @lru_cache(maxsize=1024)
-def _has_axis(mesh: DeviceMesh, axis: DeviceMesh) -> bool:
-    """Whether the ranks of a 1-D mesh are those of an axis of another mesh."""
-    ranks = dist.get_process_group_ranks(axis.get_group())
-    return any(dist.get_process_group_ranks(group) == ranks for group in mesh.get_all_groups())
+def _is_axis(mesh: DeviceMesh, other: DeviceMesh) -> tuple[bool, ...]:
+    """For each axis of a mesh, whether its ranks are those of another mesh, which is 1-D."""
+    ranks = dist.get_process_group_ranks
+    return tuple([ranks(group) == ranks(other.get_group()) for group in mesh.get_all_groups()])
+
+
+@lru_cache(maxsize=1024)  # because each forward asks for it
+def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
+    axes = zip(_is_axis(layout.mesh, mesh), layout.placements, strict=True)
+    return layout._replace(placements=tuple([Replicate() if same else p for same, p in axes]))
 
 
 @lru_cache(maxsize=1024)
@@ -133,39 +171,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return local if layout is None else layout.wrap(local)
 
 
-def local_sizes(layout: Layout, dim: int) -> set[int]:
-    """The sizes of a dim on the ranks of a mesh; the same result on all ranks."""
-    return {sum(end - begin for begin, end in shard) for shard in _shards(layout, dim)}
-
-
-def cuts_blocks(layout: Layout, dim: int, block: int) -> bool:
-    """Whether any rank's piece along a dim begins inside a block; the same on all ranks."""
-    return any(begin % block for shard in _shards(layout, dim) for begin, _ in shard)
-
-
-def has_strided_shards(layout: Layout, dim: int) -> bool:
-    """Whether any rank's shard has several pieces along a dim; the same result on all ranks."""
-    return any(len(shard) > 1 for shard in _shards(layout, dim))
-
-
-def sharded_axes(layout: Layout) -> tuple[int, ...]:
-    """The mesh axes that shard a tensor."""
-    ndim = len(layout.shape)
-    dims = [sharded_dim(placement, ndim) for placement in layout.placements]
-    return tuple(i for i, d in enumerate(dims) if d is not None and layout.mesh.size(i) > 1)
-
-
-@lru_cache(maxsize=1024)
-def replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
-    """The layout of a tensor after it was gathered over a 1-D mesh, an axis of its own."""
-    ranks = dist.get_process_group_ranks
-    placements = tuple(
-        Replicate() if ranks(group) == ranks(mesh.get_group()) else placement
-        for group, placement in zip(layout.mesh.get_all_groups(), layout.placements, strict=True)
-    )
-    return layout._replace(placements=placements)
-
-
 # A rank's part of a dim: (begin, end) of each piece, ascending.
 Pieces = tuple[tuple[int, int], ...]
 
@@ -182,22 +187,7 @@ def local_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
         return tuple([((0, n),) for n in tensor.shape])
     coordinate = layout.mesh.get_coordinate()
     assert coordinate is not None
-    return pieces_at(layout, coordinate)
-
-
-def global_offset(layout: Layout) -> list[int]:
-    """Offset of this rank's shard in the global tensor, per dim; 0 where it is empty."""
-    return [pieces[0][0] if pieces else 0 for pieces in local_pieces(layout)]
-
-
-def pieces_at(layout: Layout, coordinate: Sequence[int]) -> tuple[Pieces, ...]:
-    """The part of each dim that the rank at a coordinate has."""
-    # torch's compute_local_shape_and_global_offset computes with tensors. That is slow on many
-    # ranks, and tensors have no values in a graph.
-    pieces: list[Pieces] = [((0, size),) for size in layout.shape]
-    for axis, dim, parts in _cuts(layout):
-        pieces[dim] = _shard(pieces[dim], layout.mesh.size(axis), coordinate[axis], parts)
-    return tuple(pieces)
+    return layout.pieces_at(coordinate)
 
 
 def regions(pieces: Sequence[Pieces]) -> list[tuple[tuple[int, ...], ...]]:
@@ -289,9 +279,8 @@ def reduced(tensor: torch.Tensor) -> torch.Tensor:
     """All-reduce a tensor in high precision over each axis on which it is Partial."""
     if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
-    return tensor.redistribute(
-        placements=[Replicate() if p.is_partial() else p for p in tensor.placements]
-    )
+    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
 
 
 def redistributed(tensor: DTensor, placements: Placements) -> DTensor:

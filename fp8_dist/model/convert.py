@@ -1,7 +1,7 @@
 """Conversion of a model: ``nn.Linear`` layers become ``Float8Linear`` in place, and back."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,15 +13,12 @@ from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.linear import Float8Linear, float8_layers
-from fp8_dist.linear.agreement import CONVERTED, note_converted
-from fp8_dist.linear.checks import takes_any_size
-from fp8_dist.linear.class_change import why_forward_is_kept
+from fp8_dist.linear import Float8Linear, agreement, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
 from fp8_dist.linear.weights import float8_weights, weights_of
 from fp8_dist.mesh import Placements, redistributed
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
-from fp8_dist.model.report import conversion_summary
+from fp8_dist.model.report import ConversionSummary, conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe import experts as moe_experts
 from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
@@ -76,8 +73,7 @@ def convert_to_float8_training(
         check_config("convert_to_float8_training", config, Float8LinearConfig)
     chosen = _choose(module, module_filter_fn, config)
     config = config or Float8LinearConfig()
-    distributed = [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]
-    if distributed:
+    if distributed := [fqn for fqn, layer in chosen.items() if isinstance(layer.weight, DTensor)]:
         raise ValueError(
             "convert_to_float8_training: these weights are distributed already: "
             f"{', '.join(alike_names(distributed)) or 'that of the module'}. {CONVERT_BEFORE}"
@@ -93,7 +89,7 @@ def convert_to_float8_training(
     for fqn, layer in chosen.items():
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
-    note_converted(module)
+    agreement.note_converted(module)
     return module
 
 
@@ -159,7 +155,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
             layer.register_forward_hook(partial(_place_output, placements), prepend=True)
     for part in experts.values():
         moe_experts.convert_back(part)
-    CONVERTED.discard(module)
+    agreement.CONVERTED.discard(module)
     return module
 
 
@@ -178,7 +174,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
             "communicates in its forward, as declare_placements says; load the state_dict, which "
             "is the same, into a model that is not converted"
         )
-    if why_forward_is_kept(layer):
+    if class_change.why_forward_is_kept(layer):
         return "has a forward that was replaced after the conversion; delete the attribute first"
     users = [] if weight.fsdp is None else weight.fsdp.users
     sharing = {shared.fqn for m, name in users if (shared := weights_of(m).get(name))}
@@ -203,16 +199,14 @@ def _choose(
 ) -> dict[str, nn.Linear]:
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
-    reasons: dict[str, str] = {}  # why the others are not converted
-    unfit: dict[str, str] = {}  # those that no filter excludes
+    unfit: dict[str, str] = {}  # the reasons for layers that no filter excludes
     for fqn, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            reason = "module_filter_fn returned False"
+            LEFT_OUT[layer] = "module_filter_fn returned False"
             if isinstance(module_filter_fn, LayerFilter):
-                reason = module_filter_fn.reason(fqn)
-            LEFT_OUT[layer] = reasons[fqn] = reason
+                LEFT_OUT[layer] = module_filter_fn.reason(fqn)
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(
@@ -220,28 +214,23 @@ def _choose(
                     f"another config: {layer.extra_repr()}. Convert it once, or exclude it in "
                     "module_filter_fn"
                 )
-            reasons[fqn] = "it is a Float8Linear already"
         elif reason := why_unconvertible(layer):
-            LEFT_OUT[layer] = reasons[fqn] = unfit[fqn] = reason
+            LEFT_OUT[layer] = unfit[fqn] = reason
         else:
             chosen[fqn] = layer
-    not_linear = [*_not_linear(module)]
+    summary = conversion_summary(module)
+    not_linear = [*_not_linear(summary)]
     if not chosen and not float8_layers(module):
         kind = type(module).__name__
+        linear = [(row.name, row.reason) for row in summary.rows if row.kind == "linear"]
         title = f"no layer of {kind} was converted:"
-        if not reasons:
+        if not linear:
             title = f"{kind} contains no nn.Linear, so nothing was converted"
-        lines = [f"  {name or '(the module itself)'}: {why}" for name, why in _grouped(reasons)]
+        lines = [f"  {name}: {group[0][1]}" for name, group in alike(linear, lambda row: row)]
         raise ValueError("\n".join([f"convert_to_float8_training: {title}", *lines, *not_linear]))
-    notes = [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]
-    if notes:
+    if notes := [*_notes(module, chosen, unfit, config), *(not_linear if chosen else [])]:
         warnings.warn("convert_to_float8_training: " + "\n".join(notes), stacklevel=3)
     return chosen
-
-
-def _grouped(reasons: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return layers with their reasons; layers whose names differ in numbers alone are one."""
-    return [(name, group[0][1]) for name, group in alike(reasons.items(), lambda item: item)]
 
 
 def _notes(
@@ -253,8 +242,8 @@ def _notes(
     """Yield messages about layers that can't be converted, or had better not be."""
     if unfit:
         names: dict[str, list[str]] = {}
-        for name, reason in _grouped(unfit):
-            names.setdefault(reason, []).append(name)
+        for name, group in alike(unfit.items(), lambda item: item):
+            names.setdefault(group[0][1], []).append(name)
         listed = "; ".join(f"{', '.join(layers)} ({reason})" for reason, layers in names.items())
         yield (
             f"these layers stay in high precision: {listed}. Exclude them in module_filter_fn to "
@@ -268,7 +257,7 @@ def _notes(
             f"{_listed(deciding)}. module_filter_fn=skip_head(model) leaves them in high precision"
         )
     misaligned = [item for item in shapes.items() if why_misaligned(*item[1])]
-    if misaligned and not takes_any_size(config or Float8LinearConfig()):
+    if misaligned and not checks.takes_any_size(config or Float8LinearConfig()):
         yield (
             "A GPU will refuse these converted layers, whose out_features or in_features is not a "
             f"multiple of {ALIGNMENT}: {_listed(misaligned)}. Leave them in high precision "
@@ -276,9 +265,8 @@ def _notes(
         )
 
 
-def _not_linear(module: nn.Module) -> Iterator[str]:
+def _not_linear(summary: ConversionSummary) -> Iterator[str]:
     """Yield messages about weights that stay unconverted because no nn.Linear has them."""
-    summary = conversion_summary(module)
     if conv1d := [row for row in summary.skipped if row.kind == "Conv1D"]:
         yield (
             "transformers' Conv1D layers are not nn.Linear and stay in high precision: "

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +23,7 @@ from fp8_dist.linear.module import config_text, other_users
 from fp8_dist.linear.stored import as_stored
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import weights_of, weights_of_model
-from fp8_dist.mesh import Layout, cuts_blocks, full_tensors, local_tensor, this_rank, with_local
+from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.scaling import BlockScheme, Mxfp4, global_statistics_of_tensors
 from fp8_dist.text import without_wrappers
@@ -46,14 +46,14 @@ class WeightEntry(NamedTuple):
     """
 
     name: str
-    tensor: torch.Tensor
-    scale_inv: torch.Tensor | None
+    tensor: Tensor
+    scale_inv: Tensor | None
 
 
 class _Source(NamedTuple):
     """A tensor of a model's state dict."""
 
-    value: torch.Tensor
+    value: Tensor
     weight: Float8Weight | None  # the float8 weight that it is, if it is one
     keys: list[str]  # its names in the state dict; several if layers share a weight
 
@@ -170,7 +170,7 @@ def float8_state_dict(
             state[f"{name}_scale_inv"] = scales.cpu() if cpu_offload else scales
     if keeps:
         plain = get_model_state_dict(unwrapped(model))
-        state |= {k: extra for k, extra in plain.items() if not isinstance(extra, torch.Tensor)}
+        state |= {k: extra for k, extra in plain.items() if not isinstance(extra, Tensor)}
     return state
 
 
@@ -233,7 +233,7 @@ def float8_stream(
     state = get_model_state_dict(model)
     ordered = {key: state[key] for key in map(without_wrappers, model.state_dict()) if key in state}
     for key, value in (ordered | state).items():
-        if not isinstance(value, torch.Tensor) or key in scales:  # which are sent with weights
+        if not isinstance(value, Tensor) or key in scales:  # which are sent with weights
             continue
         source = _Source(value, weights.get(key), [])
         if (weight := source.weight) is not None:
@@ -262,11 +262,7 @@ def float8_stream(
 
 
 def _entries(
-    model: nn.Module,
-    source: _Source,
-    tensor: torch.Tensor,
-    scales: torch.Tensor | None,
-    packs: bool,
+    model: nn.Module, source: _Source, tensor: Tensor, scales: Tensor | None, packs: bool
 ) -> Iterator[WeightEntry]:
     if (weight := source.weight) is None or scales is None:
         yield from (WeightEntry(key, tensor, None) for key in source.keys)
@@ -294,9 +290,7 @@ def _contracted_dim(weight: Float8Weight) -> int:
     return -2 if isinstance(weight, ExpertWeight) and weight.is_transposed else -1
 
 
-def _packed(
-    weight: Float8Weight, tensor: torch.Tensor, scales: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed(weight: Float8Weight, tensor: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Pack the data of an MXFP4 weight; its blocks, a DTensor if ``tensor`` is one, and scales."""
     if _contracted_dim(weight) == -2:
         tensor, scales = tensor.mT, scales.mT
@@ -321,7 +315,7 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
     rows = torch.empty((*shape[:-2], shape[-3 - k], 1, 16), device="meta")
     if any(part.shape[-2:] != (1, 16) for part in entries_of(model, weight, name, rows).values()):
         return 'is transposed as it is saved, and blocks can\'t be; pass format="float8"'
-    if layout is not None and not gather and cuts_blocks(layout, k, 32):
+    if layout is not None and not gather and layout.cuts_blocks(k, 32):
         return (
             f"is placed as {list(layout.placements)}, and ranks have parts of blocks of 32 values, "
             "which MXFP4 packs together; pass full_state_dict=True"
@@ -346,19 +340,17 @@ def _buckets(sources: Iterable[_Source], size: int) -> Iterator[list[_Source]]:
 @torch.no_grad()
 def _cast(
     bucket: Sequence[_Source], stays_on_mesh: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+) -> tuple[list[Tensor], list[Tensor | None]]:
     """Cast the weights of a bucket as a forward does. Scales are those of all blocks of a weight.
 
     Collectives: those of ``global_statistics_of_tensors``, and of ``full_tensors`` for the scales
     of weights that are stored in float8.
     """
     tensors = [source.value for source in bucket]
-    scales: list[torch.Tensor | None] = [None] * len(bucket)
     weights = {i: source.weight for i, source in enumerate(bucket) if source.weight is not None}
     stored = {i: parts for i, weight in weights.items() if (parts := weight.stored()) is not None}
     gathered = full_tensors([parts.scales_entry() for parts in stored.values()])
-    for i, block_scales in zip(stored, gathered, strict=True):
-        scales[i] = block_scales
+    scales = dict(zip(stored, gathered, strict=True))
     measured = {}
     for i, weight in weights.items():
         if i not in stored:
@@ -373,10 +365,10 @@ def _cast(
         device = shard.device if stays_on_mesh else parameter.device
         tensors[i] = with_local(parameter, qdata.to(device))
         scales[i] = fp32_scales(scheme.scales_from(whole)[0]).to(device)
-    return tensors, scales
+    return tensors, [scales.get(i) for i in range(len(bucket))]
 
 
-def _shard(weight: Float8Weight) -> torch.Tensor:
+def _shard(weight: Float8Weight) -> Tensor:
     """The values of a weight that are cast, on the device of the mesh."""
     parameter, shard = weight.parameter(), weight.shard()
     if isinstance(parameter, DTensor):  # collectives need it; FSDP2 may offload to the CPU
@@ -473,8 +465,8 @@ def checked_weights(
 
 
 def entries_of(
-    model: nn.Module, weight: Float8Weight, name: str, tensor: torch.Tensor
-) -> dict[str, torch.Tensor]:
+    model: nn.Module, weight: Float8Weight, name: str, tensor: Tensor
+) -> dict[str, Tensor]:
     """The entries of a checkpoint for a whole float8 weight, or for its scales."""
     if isinstance(weight, ExpertWeight):
         return weight.adapter.entries(model, name, tensor)

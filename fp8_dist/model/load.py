@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 
 from fp8_dist.device import is_float8
 from fp8_dist.fsdp.gathers import reshard
@@ -174,7 +174,7 @@ class _Part(NamedTuple):
     """A parameter or buffer of the model, and the entries that have its values."""
 
     name: str
-    tensor: torch.Tensor
+    tensor: Tensor
     weight: Float8Weight | None
     entries: list[Entry]
 
@@ -250,7 +250,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     parts: dict[int, _Part] = {}
     missing: dict[str, int] = {}
     for fqn, tensor in module.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor) or isinstance(local_tensor(tensor), StoredScales):
+        if not isinstance(tensor, Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
         name = without_wrappers(fqn)
         weight = weights.get(name)
@@ -267,7 +267,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
 
 
 def _entries_of(
-    module: nn.Module, weight: Float8Weight | None, name: str, tensor: torch.Tensor
+    module: nn.Module, weight: Float8Weight | None, name: str, tensor: Tensor
 ) -> list[Entry]:
     """Return the entries of a checkpoint that have the values of a tensor."""
     shape = tuple(tensor.shape)
@@ -302,39 +302,34 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
         raise ValueError(
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
-    are_coded = any(files.float8(entry.key) for entry in entries) and not is_float8(tensor.dtype)
+    holds_codes = is_float8(dtype := tensor.dtype)  # of a layer of other code
+    are_coded = not holds_codes and any(files.float8(entry.key) for entry in entries)
     for entry in entries:
-        key, shape = entry.key, files.shape(entry.key)
+        key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
                 f"{list(entry.size)} in the model"
             )
-        _check_values(key, tensor.dtype, files, values)
+        is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
+        if not (files.float8(key) is dtype if holds_codes else is_same_kind):
+            raise ValueError(
+                f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
+                "integers are not read as values. Dequantize the checkpoint with the library that "
+                "wrote it"
+            )
+        scales = [name for name in files.companions.get(key, ()) if name not in values]
+        if scales and (holds_codes or not files.float8(key)):
+            raise ValueError(
+                f"{key} is in {kind}, and the checkpoint has {_some(scales)} too; whether its "
+                "values are to be multiplied is not known. Remove the scales from the checkpoint"
+            )
         if are_coded and weight is not None and weight.is_stored:
             _first_block(weight, entry)
             if files.float8(key):
                 _stored_scales(weight, entry, files)
         elif are_coded and files.float8(key):
             _scales_of(entry, files)
-
-
-def _check_values(key: str, dtype: torch.dtype, files: _Files, values: set[str]) -> None:
-    """Check that an entry has the values of a tensor of this dtype, or is in float8."""
-    kind, holds_codes = files.dtype(key), is_float8(dtype)  # codes: for a layer of other code
-    is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
-    if not (files.float8(key) is dtype if holds_codes else is_same_kind):
-        raise ValueError(
-            f"{key} is in {kind} in the checkpoint, and in {dtype} in the model; codes and "
-            "integers are not read as values. Dequantize the checkpoint with the library that "
-            "wrote it"
-        )
-    scales = [name for name in files.companions.get(key, ()) if name not in values]
-    if scales and (holds_codes or not files.float8(key)):
-        raise ValueError(
-            f"{key} is in {kind}, and the checkpoint has {_some(scales)} too; whether its values "
-            "are to be multiplied is not known. Remove the scales from the checkpoint"
-        )
 
 
 def _load(part: _Part, files: _Files) -> None:
@@ -363,9 +358,7 @@ def _load(part: _Part, files: _Files) -> None:
         _fill(local.detach(), tensor, entry, partial(read, entry, files))
 
 
-def _fill(
-    to: torch.Tensor, tensor: torch.Tensor, entry: Entry, read: Callable[[Index], torch.Tensor]
-) -> None:
+def _fill(to: Tensor, tensor: Tensor, entry: Entry, read: Callable[[Index], Tensor]) -> None:
     """Copy this rank's parts of an entry of ``tensor`` to the plain local tensor ``to``.
 
     ``read``: reads a part of the entry. Its index has all dims of the whole tensor.
@@ -380,14 +373,14 @@ def _fill(
             to[tuple(local_index)].copy_(read(tuple(index)))
 
 
-def _read(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
+def _read(entry: Entry, files: _Files, index: Index) -> Tensor:
     data = files[entry.key]
     lacking = len(index) - len(data.get_shape())
     values = data[index[lacking:]]
     return values.view((1,) * lacking + values.shape)
 
 
-def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
+def _dequantized(entry: Entry, files: _Files, index: Index) -> Tensor:
     """Read a part of an entry in float8, times its scales, fp32."""
     scales, blocks = _scales_of(entry, files)
     row, column = (
@@ -398,7 +391,7 @@ def _dequantized(entry: Entry, files: _Files, index: Index) -> torch.Tensor:
     return values * scales[index[:-2]][..., row, :][..., column]
 
 
-def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ...]]:
+def _scales_of(entry: Entry, files: _Files) -> tuple[Tensor, tuple[int, ...]]:
     """Return the scales of an entry, fp32, by block, and the size of a block.
 
     Raises:
@@ -411,10 +404,9 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ..
     for block in blocks if len(size) == 2 else ():
         counted = [-(-n // b) for n, b in zip(size, block, strict=True)]
         if numbers in ([1] * len(shape), [*shape[:-2], *counted]):
-            scales = (
-                scales.view(()) if scales.numel() == 1 else scales.view(*entry.size[:-2], *counted)
-            )
-            return scales.expand(*entry.size[:-2], *counted), block
+            by_block = (*entry.size[:-2], *counted)
+            scales = scales.view(()) if scales.numel() == 1 else scales.view(by_block)
+            return scales.expand(by_block), block
     raise ValueError(
         f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
         f"for {list(shape)}, nor one per row or per square block of {_BLOCKS}; dequantize the "
@@ -424,7 +416,7 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[torch.Tensor, tuple[int, ..
 
 def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
-) -> tuple[Entry, torch.Tensor, torch.dtype]:
+) -> tuple[Entry, Tensor, torch.dtype]:
     """Return the entry of the scales, the scales as the weight stores them, and their dtype."""
     (scheme,), key, dtype = weight.schemes, files.scales(entry.key), files.float8(entry.key)
     if dtype is not scheme.dtype:

@@ -14,12 +14,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 # The name of a gate that is a layer, and of a module that consists of gates or of a gate's layers.
-_GATE = re.compile("gates?|gating|wg", re.IGNORECASE)
-_OF_GATE = re.compile(
-    f"(.*_)?({_GATE.pattern})(_?(fn|head|layer|linear|mlp|net|network))?s?", re.IGNORECASE
-)
-_EXPERTS = re.compile("(?!.*shared).*(expert|moe)", re.IGNORECASE)
-_NUMBERED_EXPERT = re.compile(rf"{_EXPERTS.pattern}_?\d+", re.IGNORECASE)
+_GATE = re.compile("gates?|gating|wg", re.I)
+_OF_GATE = re.compile(f"(.*_)?({_GATE.pattern})(_?(fn|head|layer|linear|mlp|net|network))?s?", re.I)
+_EXPERTS = re.compile("(?!.*shared).*(expert|moe)", re.I)
+_NUMBERED_EXPERT = re.compile(rf"{_EXPERTS.pattern}_?\d+", re.I)
 _MOST_LAYERS = 3  # of a router whose name says nothing; an attention has four
 # Modules whose weights may have three dims and are no experts.
 _NO_EXPERTS = nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear

@@ -104,7 +104,7 @@ class BlockScheme(Scheme):
         axes: list[int] = []  # that shard the rows
         if layout is not None:
             dims = [mesh.sharded_dim(p, operand.qdata.ndim) for p in layout.placements]
-            axes = [i for i in mesh.sharded_axes(layout) if dims[i] != operand.qdata.ndim - 1]
+            axes = [i for i in layout.sharded_axes() if dims[i] != operand.qdata.ndim - 1]
         if layout is None or not axes:
             transposed = takes_transposed(matrix.device)
             data, new_scales = self._reblocked(known, transposed)
@@ -112,7 +112,7 @@ class BlockScheme(Scheme):
             return Quantized(data.t() if transposed else data, (new_scales,), scheme)
         leading, here = layout.shape[:-1], operand.qdata.shape[:-1]
         tokens = torch.arange(math.prod(leading), device=matrix.device).view(leading)
-        tokens = mesh.narrowed(tokens, mesh.global_offset(layout)[:-1], here).reshape(-1)
+        tokens = mesh.narrowed(tokens, layout.offset()[:-1], here).reshape(-1)
         group = tokens.div(self.columns, rounding_mode="floor")
         count = -(-math.prod(leading) // self.columns)
         new, values = _resized(self, 1, 1), kernels.dequantize_blocks(*known, torch.float32)

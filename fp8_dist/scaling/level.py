@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.kernels.blocks import blocks_along
-from fp8_dist.mesh import Layout, Pieces, cuts_blocks, local_pieces, sharded_dim
+from fp8_dist.mesh import Layout, Pieces, local_pieces, sharded_dim
 
 # Offset of a part of a tensor within its first blocks: (row, column).
 Start = tuple[int, int]
@@ -129,6 +129,6 @@ def axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
     blocks = {dim: level.block(dim, ndim) for dim in dims if dim is not None}
     in_blocks = {dim: block for dim, block in blocks.items() if block is not None and block > 1}
     shared = {dim for dim, block in blocks.items() if block is None}
-    if any(cuts_blocks(layout, dim, block) for dim, block in in_blocks.items()):
+    if any(layout.cuts_blocks(dim, block) for dim, block in in_blocks.items()):
         shared |= set(in_blocks)  # a cut block may have parts along both dims
     return tuple([i for i, dim in enumerate(dims) if dim in shared and layout.mesh.size(i) > 1])

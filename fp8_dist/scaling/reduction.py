@@ -141,7 +141,7 @@ def global_statistics_of_tensors(
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
     for i, (scheme, local, layout) in enumerate(parts):
         if layout is not None:
-            axes = mesh.sharded_axes(layout)
+            axes = layout.sharded_axes()
             levels = zip(local, scheme.levels, strict=True)
             places = [Placed.of(part, level, layout, axes) for part, level in levels]
             alike.setdefault(mesh.groups_over(layout.mesh, axes), []).append((i, places))

@@ -278,7 +278,7 @@ class Scheme:
     @cached_but_in_graphs
     def scales_fit_gather(self, layout: Layout, gathered: Layout | None) -> bool:
         """Whether FSDP2's gather can carry scales: equal shards of dim 0 that cut no block."""
-        even = len(mesh.local_sizes(layout, 0)) == 1
+        even = len(layout.local_sizes(0)) == 1
         return _gathered_dims(layout, gathered) == {0} and even and not _cuts_blocks(self, layout)
 
     @cached_but_in_graphs
@@ -286,8 +286,8 @@ class Scheme:
         """Whether FSDP2 gathers packed data: of equal shards of dim 0, whose rows are even."""
         if self.packed_dtype is None or not _gathered_dims(layout, gathered) <= {0}:
             return False
-        columns = mesh.local_sizes(layout, len(layout.shape) - 1)
-        return len(mesh.local_sizes(layout, 0)) == 1 and not any(size % 2 for size in columns)
+        columns = layout.local_sizes(-1)
+        return len(layout.local_sizes(0)) == 1 and not any(size % 2 for size in columns)
 
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
@@ -455,7 +455,7 @@ def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
     """:meth:`Scheme.start` for several schemes: each takes the remainder by its own blocks."""
     if layout is None or not [s for s in schemes if _shards_blocked_dims(s, layout)]:
         return (0, 0)
-    return _start_at(mesh.global_offset(layout), schemes)
+    return _start_at(layout.offset(), schemes)
 
 
 def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
@@ -494,8 +494,8 @@ def _value(literal: Any) -> Any:
 
 def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
     """The dims along which a gather to the layout ``gathered`` joins shards."""
-    kept, ndim = () if gathered is None else mesh.sharded_axes(gathered), len(layout.shape)
-    joined = [layout.placements[axis] for axis in mesh.sharded_axes(layout) if axis not in kept]
+    kept, ndim = () if gathered is None else gathered.sharded_axes(), len(layout.shape)
+    joined = [layout.placements[axis] for axis in layout.sharded_axes() if axis not in kept]
     return {dim for placement in joined if (dim := mesh.sharded_dim(placement, ndim)) is not None}
 
 
@@ -515,13 +515,13 @@ def _blocked_dims(scheme: Scheme, layout: Layout) -> tuple[int, ...]:
 def _cuts_blocks(scheme: Scheme, layout: Layout) -> bool:
     """Whether shards cut blocks. The result is the same on all ranks."""
     dims = _blocked_dims(scheme, layout)
-    return any(mesh.cuts_blocks(layout, dim, _period((scheme,), dim)) for dim in dims)
+    return any(layout.cuts_blocks(dim, _period((scheme,), dim)) for dim in dims)
 
 
 @cached_but_in_graphs
 def _is_cut(scheme: Scheme, layout: Layout) -> bool:
     return _cuts_blocks(scheme, layout) or any(
-        mesh.has_strided_shards(layout, dim) or len(mesh.local_sizes(layout, dim)) > 1
+        layout.has_strided_shards(dim) or len(layout.local_sizes(dim)) > 1
         for dim in _blocked_dims(scheme, layout)
     )
 
@@ -530,7 +530,7 @@ def _is_cut(scheme: Scheme, layout: Layout) -> bool:
 def _shards_blocked_dims(scheme: Scheme, layout: Layout) -> bool:
     """Whether a part may begin inside of a block. Raises if it has several such pieces."""
     ndim, dims = len(layout.shape), _blocked_dims(scheme, layout)
-    strided = any(mesh.has_strided_shards(layout, dim) for dim in dims)
+    strided = any(layout.has_strided_shards(dim) for dim in dims)
     if strided and _cuts_blocks(scheme, layout):
         raise NotImplementedError(
             f"a tensor of shape {tuple(layout.shape)} placed as {list(layout.placements)} can't be "

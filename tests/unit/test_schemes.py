@@ -30,7 +30,7 @@ from two_level import TwoLevel
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
 from fp8_dist.linear.operands import reason_to_move_high
-from fp8_dist.mesh import Layout, global_offset
+from fp8_dist.mesh import Layout
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
 from fp8_dist.scaling.operators import dequantize_operator
@@ -73,7 +73,7 @@ def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
     places, parts = [], []
     for coordinate in product(range(2), repeat=2):
         at = layout((6, 10), Shard(0), Shard(1), coordinate=coordinate)
-        row, column = global_offset(at)
+        row, column = at.offset()
         part, start = (slice(row, row + 3), slice(column, column + 5)), scheme.start(at)
         (local,) = scheme.measure(x[part], start)
         places.append(Placed.of(local, scheme.levels[0], at, (0, 1)))
