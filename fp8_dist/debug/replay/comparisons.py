@@ -149,19 +149,17 @@ def find_not_finite(parts: Sequence[Record]) -> _Wrong | None:
 
 def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wrong | None:
     """Find copies of a part that differ in the values, or in the scales that are folded into it."""
+    values = {"high": "values", "folds": "values of the scales that are folded into it"}
     for groups in copies:
-        for name in ("high", "folds") if len(groups) > 1 else ():
+        for name in values if len(groups) > 1 else ():
             a, b, *_ = tensors = [alike[0][name] for alike in groups]
             if a is None:
                 continue
             bad = (a != b) | (a.signbit() != b.signbit())
             if bad.any():
                 at = tuple(bad.nonzero()[0].tolist())
-                text = "ranks have several values"
-                if name == "folds":
-                    text += " of the scales that are folded into it"
-                text += f": {_values_by_rank(groups, [tensor[at] for tensor in tensors])}"
-                first = groups[0][0]
+                by_rank = _values_by_rank(groups, [tensor[at] for tensor in tensors])
+                text, first = f"ranks have several {values[name]}: {by_rank}", groups[0][0]
                 element = first_element(bad.expand_as(first["high"]), first["low"])
                 return text, element, _odd_ranks(groups)
     return None
@@ -239,20 +237,6 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     casts = [(high.to(torch.float32) * m).clamp(-limit, limit).to(scheme.dtype) for m in around]
     best = min(casts, key=lambda qdata: int((as_bytes(qdata) != recorded).sum()))
     return Cast(records, high, Quantized(best, (scale,), scheme))
-
-
-def find_wrong(
-    parts: Sequence[Record],
-    copies: Sequence[Sequence[Sequence[Record]]],
-    cast: Cast | None,
-    others: Sequence[Cast],
-) -> _Wrong | None:
-    """Find what is wrong in a cast. ``others``: casts of the operand whose scales are folded."""
-    wrong = find_not_finite(parts) or find_different_copies(copies)
-    if wrong is None and cast is not None:
-        wrong = find_different_scales(parts) or find_different_cast(parts, cast.low)
-        wrong = wrong or find_wrong_folds(parts, others)
-    return wrong
 
 
 def compare_taken(record: Record, low: Record, cast: Quantized) -> tuple[Tensor, str]:

@@ -108,8 +108,12 @@ class Replay:
         place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        others = self._casts[first["step"], first["fqn"], first["folded"]]
-        wrong = comparisons.find_wrong(parts, copies, cast, others)
+        wrong = comparisons.find_not_finite(parts) or comparisons.find_different_copies(copies)
+        if wrong is None and cast is not None:
+            wrong = comparisons.find_different_scales(parts)
+            wrong = wrong or comparisons.find_different_cast(parts, cast.low)
+            others = self._casts[first["step"], first["fqn"], first["folded"]]
+            wrong = wrong or comparisons.find_wrong_folds(parts, others)
         if wrong is not None:
             yield Finding(True, *place, *wrong, cast)
             return
