@@ -96,10 +96,6 @@ class Recorder(StepObserver):
         """The size of the tensors that are kept now."""
         return self._kept_bytes + self._passing_bytes
 
-    def _look(self) -> None:
-        super()._look()
-        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
-
     def start(self) -> None:
         """Begin to record, as a ``with`` block does."""
         self.__enter__()

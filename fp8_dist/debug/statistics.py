@@ -68,8 +68,8 @@ class StepObserver(Observer):
                     "mesh; compare them in a model that is not distributed, or record and replay"
                 )
         self._ranks.update(weights)
-        self._owners = {*weights.values()}
         self._slots = {slot.key: slot for slot in slots_of(weights, self._gemms)}
+        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
 
     def at(self, step: int) -> Self:
         """Return this object, so that entering it begins the step with this number."""
@@ -78,8 +78,8 @@ class StepObserver(Observer):
 
     def __enter__(self) -> Self:
         if self._block is not None:
-            name = type(self).__name__
-            raise RuntimeError(f"this {name} is already recording; leave its block first")
+            kind = type(self).__name__
+            raise RuntimeError(f"this {kind} is already recording; leave its block first")
         self.step += 1
         self._block = ExitStack()
         if self.step % self._every == 0:
@@ -128,13 +128,13 @@ class Float8Stats(StepObserver):
     """
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        if owner in self._owners:
+        if owner in self._names:
             all_measures = measure_casts(source.product(), [*lows.values()], this_rank())
             for gemms, measures in zip(lows, all_measures, strict=True):
                 self._add((owner, operand, gemms), measures)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._owners and (measures := measure_gemm(gemm, *tensors)) is not None:
+        if owner in self._names and (measures := measure_gemm(gemm, *tensors)) is not None:
             self._add((owner, None, (gemm,)), measures)
 
     def to_dicts(self) -> list[dict[str, Any]]:
@@ -180,7 +180,7 @@ class Float8Stats(StepObserver):
 
     def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
         """Remove all rows, and return the numbers of the chosen layers by step and name."""
-        names = [*dict.fromkeys(slot.fqn for slot in self._slots.values())]
+        names = [*dict.fromkeys(self._names.values())]
         chosen = set(names) if layers is None or not names else matching(caller, layers, names)
         taken, self.rows = [row for row in self.rows if row.fqn in chosen], []
         scalars: dict[int, dict[str, float]] = defaultdict(dict)

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-_NEEDED = ("jinja2", "matplotlib")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv``, by default the process's arguments; return the exit status."""
@@ -21,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in the first RUN")
     args = parser.parse_args(argv)
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
         parser.error(f'{" and ".join(missing)} must be installed: pip install "fp8-dist[report]"')
     data, page = (importlib.import_module(f"fp8_dist.report.{name}") for name in ("data", "page"))
     out = args.out or args.runs[0] / "report.html"

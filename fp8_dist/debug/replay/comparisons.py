@@ -58,7 +58,8 @@ class Cast(NamedTuple):
         """Count magnitudes, in units of their scales, by octave: kept, made zero, saturated."""
         wide = self.low.scheme.element_scales(self.low.scales, self.high.shape)
         units = (self.high.double() / wide).abs()
-        effects = _are_zero(self.low.qdata) + 2 * (units > self.low.scheme.saturates_above)
+        is_zero = as_bytes(self.low.qdata) & 0x7F == 0
+        effects = is_zero + 2 * (units > self.low.scheme.saturates_above)
         is_known = units.isfinite() & (units > 0)
         exponents = torch.frexp(units[is_known]).exponent - 1
         pairs = Counter(zip(exponents.tolist(), effects[is_known].tolist(), strict=True))
@@ -69,10 +70,6 @@ def as_quantized(low: Record) -> Quantized:
     """Return the float8 data and scales of a record."""
     row, column = low["start"]
     return Quantized(low["qdata"], tuple(low["scales"]), scheme_named(low["scheme"]), (row, column))
-
-
-def _are_zero(qdata: Tensor) -> Tensor:
-    return as_bytes(qdata) & 0x7F == 0
 
 
 def _joined(parts: Sequence[Record], tensors: Sequence[Tensor]) -> Any:
@@ -135,20 +132,19 @@ def rank_names(ranks: Sequence[int], conjunction: str = "and") -> str:
 _Wrong = tuple[str, Element, tuple[int, ...]]  # the text, the element and the ranks of a finding
 
 
-def find_not_finite(parts: Sequence[Record]) -> _Wrong | None:
-    """Find a part that has NaN or infinity before its cast."""
+def find_not_finite(parts: Sequence[Record]) -> Iterator[_Wrong]:
+    """Yield parts that have NaN or infinity before their casts."""
     for part in parts:
         bad = ~part["high"].isfinite()
         if bad.any():
             at, pieces = tuple(bad.nonzero()[0].tolist()), part["low"]["pieces"]
             copies = [other for other in parts if other["low"]["pieces"] == pieces]
             ranks = [other["rank"] for other in copies if not other["high"][at].isfinite()]
-            return "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
-    return None
+            yield "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
 
 
-def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wrong | None:
-    """Find copies of a part that differ in the values, or in the scales that are folded into it."""
+def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> Iterator[_Wrong]:
+    """Yield copies of a part that differ in values, or in the scales that are folded into it."""
     values = {"high": "values", "folds": "values of the scales that are folded into it"}
     for groups in copies:
         for name in values if len(groups) > 1 else ():
@@ -161,34 +157,32 @@ def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wron
                 by_rank = _values_by_rank(groups, [tensor[at] for tensor in tensors])
                 text, first = f"ranks have several {values[name]}: {by_rank}", groups[0][0]
                 element = first_element(bad.expand_as(first["high"]), first["low"])
-                return text, element, _odd_ranks(groups)
-    return None
+                yield text, element, _odd_ranks(groups)
 
 
-def find_different_scales(parts: Sequence[Record]) -> _Wrong | None:
-    """Find ranks that scale by different amax histories."""
+def find_different_scales(parts: Sequence[Record]) -> Iterator[_Wrong]:
+    """Yield the ranks that scale by other amax histories than most ranks."""
     known = [p for p in parts if p["delayed"] and p["high"].numel()]
     groups = _alike(known, lambda part: part["low"]["scales"])
     if len(groups) < 2:
-        return None
+        return
     ranks, scales = _odd_ranks(groups), [alike[0]["low"]["scales"][0] for alike in groups]
     first = next(part for part in known if part["rank"] in ranks)
     text = f"not the cast of one device: {_values_by_rank(groups, scales)} as its scale"
-    return text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
+    yield text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
 
 
-def find_different_cast(parts: Sequence[Record], cast: Quantized) -> _Wrong | None:
-    """Find a part whose cast is not that of one device."""
+def find_different_cast(parts: Sequence[Record], cast: Quantized) -> Iterator[_Wrong]:
+    """Yield parts whose casts are not those of one device."""
     for part in parts:
         low, (bad, text) = part["low"], compare(part["low"], cast)
         if bad.any():
             text = f"not the cast of one device: {text}"
-            return text, first_element(bad, low), (part["rank"],)
-    return None
+            yield text, first_element(bad, low), (part["rank"],)
 
 
-def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong | None:
-    """Find scales that are folded into a gradient and are not those of the other operand's cast."""
+def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterator[_Wrong]:
+    """Yield parts of a gradient whose folded scales are not those of the other operand's cast."""
     for part in parts if parts[0]["folds"] is not None else ():
         low, folds, wrong = part["low"], part["folds"], list[Tensor]()
         for cast in others:
@@ -203,8 +197,7 @@ def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong 
         bad = min(wrong, key=lambda mask: int(mask.sum()), default=None)  # of micro-batches
         if bad is not None and bad.any() and part["high"].numel():
             text = f"its folded scales are not those of the {part['folded']}"
-            return text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
-    return None
+            yield text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
 
 
 def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
@@ -248,20 +241,20 @@ def compare_taken(record: Record, low: Record, cast: Quantized) -> tuple[Tensor,
     return compare(low, transposed(cast, scheme_named(low["scheme"])) if is_transposed else cast)
 
 
+def _bytes_and_scales(low: Quantized) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the float8 data, and the scale of each element."""
+    wide = low.scheme.element_scales(low.scales, low.qdata.shape, low.start)
+    return as_bytes(low.qdata), wide.expand_as(low.qdata)
+
+
 def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:
     """Return where a local copy differs from its part of a cast, and the first two values."""
-    local, shape = as_quantized(low), cast.qdata.shape
+    local = as_quantized(low)
     # A transposed copy may have more rows than the cast, of zeros.
-    dims = zip(low["pieces"], shape, strict=True)
+    dims = zip(low["pieces"], cast.qdata.shape, strict=True)
     pieces = [tuple((a, min(b, n)) for a, b in part) for part, n in dims]
-    expected = taken(as_bytes(cast.qdata), pieces)
-    wide = cast.scheme.element_scales(cast.scales, shape, cast.start)
-    expected_scales = taken(wide.expand_as(cast.qdata), pieces)
-    wide = local.scheme.element_scales(local.scales, local.qdata.shape, local.start)
-    data, scales = (
-        tensor[: len(expected)].reshape(expected.shape)
-        for tensor in (as_bytes(local.qdata), wide.expand_as(local.qdata))
-    )
+    expected, expected_scales = (taken(tensor, pieces) for tensor in _bytes_and_scales(cast))
+    data, scales = (t[: len(expected)].reshape(expected.shape) for t in _bytes_and_scales(local))
     if local.scheme != cast.scheme:  # scales were folded into the other operand
         expected_scales = torch.ones_like(expected_scales)
     bad = data != expected

@@ -3,6 +3,7 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,14 +109,14 @@ class Replay:
         place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        wrong = comparisons.find_not_finite(parts) or comparisons.find_different_copies(copies)
-        if wrong is None and cast is not None:
-            wrong = comparisons.find_different_scales(parts)
-            wrong = wrong or comparisons.find_different_cast(parts, cast.low)
+        wrong = [comparisons.find_not_finite(parts), comparisons.find_different_copies(copies)]
+        if cast is not None:
             others = self._casts[first["step"], first["fqn"], first["folded"]]
-            wrong = wrong or comparisons.find_wrong_folds(parts, others)
-        if wrong is not None:
-            yield Finding(True, *place, *wrong, cast)
+            wrong.append(comparisons.find_different_scales(parts))
+            wrong.append(comparisons.find_different_cast(parts, cast.low))
+            wrong.append(comparisons.find_wrong_folds(parts, others))
+        if (first_wrong := next(chain(*wrong), None)) is not None:
+            yield Finding(True, *place, *first_wrong, cast)
             return
         if cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
