@@ -7,7 +7,6 @@ makes float8 training layers, whose weights stay in high precision.
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -102,7 +101,13 @@ class Fp8DistQuantizer(HfQuantizer):
         """Convert the layers on the meta device."""
         config = self.quantization_config
         names = config.modules_to_not_convert or []
-        _check_names(model, names)
+        modules = [fqn for fqn, _ in model.named_modules()]
+        if unknown := [name for name in names if not any(is_part(name, fqn) for fqn in modules)]:
+            raise ValueError(
+                f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
+                f"{type(model).__name__} has such a name. Take names, or consecutive parts of "
+                "names, of model.named_modules()"
+            )
         if (experts := config.experts_config()) is not None:
             convert_experts_to_float8_training(
                 model,
@@ -144,13 +149,3 @@ class Fp8DistQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
-
-
-def _check_names(model: nn.Module, names: list[str]) -> None:
-    modules = [fqn for fqn, _ in model.named_modules()]
-    if unknown := [name for name in names if not any(is_part(name, fqn) for fqn in modules)]:
-        raise ValueError(
-            f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
-            f"{type(model).__name__} has such a name. Take names, or consecutive parts of names, "
-            "of model.named_modules()"
-        )

@@ -134,7 +134,7 @@ class ReplicatedBlock(ParallelStyle):
 
 def _split(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of a stream. A plain tensor is the whole sequence."""
-    return local_if_even(as_dtensor(x, mesh, [Replicate()]).redistribute(placements=_SEQUENCE))
+    return local_if_even(as_dtensor(x, mesh, (Replicate(),)).redistribute(placements=_SEQUENCE))
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
