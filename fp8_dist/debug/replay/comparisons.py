@@ -129,6 +129,8 @@ def rank_names(ranks: Sequence[int], conjunction: str = "and") -> str:
     return f"ranks {', '.join(most)} {conjunction} {last}" if most else f"rank {last}"
 
 
+# The number of wrong elements of an operand, or of wrong rows, the first of them, and a text.
+Difference = tuple[int, Element, str]
 _Wrong = tuple[str, Element, tuple[int, ...]]  # the text, the element and the ranks of a finding
 
 
@@ -232,13 +234,18 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     return Cast(records, high, Quantized(best, (scale,), scheme))
 
 
-def compare_taken(record: Record, low: Record, cast: Quantized) -> tuple[Tensor, str]:
+def compare_taken(record: Record, low: Record, cast: Quantized) -> Difference:
     """Compare an operand of a GEMM with the form of a cast that the GEMM takes."""
-    if record["groups"] is None:
-        is_by_rows = record["gemm"] == "grad_weight"
-        return compare(low, cast.scheme.for_rows(cast, None) if is_by_rows else cast)
-    is_transposed = record["options"][3]
-    return compare(low, transposed(cast, scheme_named(low["scheme"])) if is_transposed else cast)
+    is_transposed = record["groups"] is not None and record["options"][3]
+    if is_transposed:
+        cast = transposed(cast, scheme_named(low["scheme"]))
+    elif record["groups"] is None and record["gemm"] == "grad_weight":
+        cast = cast.scheme.for_rows(cast, None)
+    bad, text = compare(low, cast)
+    element = first_element(bad, low) if bad.any() else ()
+    if element and is_transposed:
+        element = element[0], element[2], element[1]  # it is stored as [E, K, N]
+    return int(bad.sum()), element, text
 
 
 def _bytes_and_scales(low: Quantized) -> tuple[Tensor, Tensor]:
@@ -298,32 +305,31 @@ def sent_rows(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, T
                 yield cast, torch.stack([torch.full_like(i, rank), i, expert_ids], 1)
 
 
-def compare_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> tuple[Tensor, str]:
-    """Return one element of each row of experts that is not the row that was sent, and a text."""
+def compare_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> Difference:
+    """Compare rows of experts, of which some may not have arrived, with the rows that were sent."""
     rows, experts = _bytes_of_rows(low), torch.repeat_interleave(record["groups"])
     size, count = min(len(rows), len(sent)), max(len(rows), len(sent))
     differs = torch.ones(count, rows.shape[1], dtype=torch.bool)
     differs[:size] = rows[:size] != sent[:size]
     is_bad = differs.any(1)
     is_bad[:size] |= experts[:size] != names[:size, 2]
-    bad = torch.zeros(count, low["qdata"].shape[1], dtype=torch.bool)
-    columns = differs.to(torch.uint8).argmax(1).clamp(max=bad.shape[1] - 1)
-    bad[is_bad.nonzero()[:, 0], columns[is_bad]] = True
-    if not bad.any():
-        return bad, ""
-    at, column = bad.nonzero()[0].tolist()
+    if not is_bad.any():
+        return 0, (), ""
+    at = int(is_bad.nonzero()[0])
+    column = min(int(differs[at].to(torch.uint8).argmax()), low["qdata"].shape[1] - 1)
+    wrong = int(is_bad.sum()), (at, column)
     if at >= len(sent):
-        return bad, "no rank has sent this row"
+        return *wrong, "no rank has sent this row"
     source, row, expert = names[at].tolist()
     text = f"row {row} of rank {source} for this rank's expert {expert}"
     if at >= len(rows):
-        return bad, f"{text} has not arrived"
+        return *wrong, f"{text} has not arrived"
     alike = names[(sent == rows[at]).all(1), :2].tolist()
     if [source, row] in alike:
-        return bad, f"{text} is among those of expert {experts[at]}"
+        return *wrong, f"{text} is among those of expert {experts[at]}"
     if alike:
-        return bad, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
-    return bad, f"0x{rows[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
+        return *wrong, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
+    return *wrong, f"0x{rows[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
 
 
 def _bytes_of_rows(low: Record) -> Tensor:

@@ -4,7 +4,7 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -138,18 +138,12 @@ class Replay:
                 sent = comparisons.sent_rows(record, casts)
                 found = [comparisons.compare_rows(record, low, *rows) for rows in sent]
             # The nearest of the micro-batches.
-            bad, text = min(found, key=lambda pair: int(pair[0].sum()), default=(None, ""))
-            if bad is None:
+            count, element, text = min(found, key=itemgetter(0), default=(None, (), ""))
+            if count is None:
                 self.checked["operands lack a cast to compare with"] += 1
-            elif bad.any():
+            elif count:
                 text = f"what arrived for the GEMM is not what was cast: {text}"
                 place = record["step"], record["position"], record["fqn"], operand, [gemm]
-                if record["groups"] is None or operand == "weight":
-                    element = comparisons.first_element(bad, low)
-                    if record["groups"] is not None and record["options"][3]:
-                        element = element[0], element[2], element[1]  # it is stored as [E, K, N]
-                else:  # some may not have arrived
-                    element = tuple(bad.nonzero()[0].tolist())
                 yield Finding(True, *place, text, element, (rank,), own[0] if own else None)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
