@@ -32,8 +32,8 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(pairs), encoding="utf-8")
     new.replace(path)
-    found = [(run.name, first) for run, first in pairs if first is not None]
-    texts = ["\n  ".join((f"{n}: {f.where}: {f.what}", *f.commands)) for n, f in found]
+    headlines = [(run.name, first) for run, first in pairs if first is not None]
+    texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in headlines]
     return texts, [note for run in runs for note in run.notes]
 
 

@@ -140,8 +140,8 @@ def find_not_finite(parts: Sequence[Record]) -> Iterator[_Wrong]:
         bad = ~part["high"].isfinite()
         if bad.any():
             at, pieces = tuple(bad.nonzero()[0].tolist()), part["low"]["pieces"]
-            copies = [other for other in parts if other["low"]["pieces"] == pieces]
-            ranks = [other["rank"] for other in copies if not other["high"][at].isfinite()]
+            copies = [copy for copy in parts if copy["low"]["pieces"] == pieces]
+            ranks = [copy["rank"] for copy in copies if not copy["high"][at].isfinite()]
             yield "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
 
 

@@ -131,20 +131,20 @@ class Replay:
         for operand, side in zip(GEMM_OPERANDS[gemm], ("left", "right"), strict=True):
             low, key = record[side], (record["step"], record["fqn"], operand)
             casts = [cast for cast in self._casts[key] if gemm in cast.parts[0]["gemms"]]
-            own = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
+            here = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
             if record["groups"] is None or operand == "weight":
-                found = [comparisons.compare_taken(record, low, cast.low) for cast in own]
+                differences = [comparisons.compare_taken(record, low, cast.low) for cast in here]
             else:
                 sent = comparisons.sent_rows(record, casts)
-                found = [comparisons.compare_rows(record, low, *rows) for rows in sent]
+                differences = [comparisons.compare_rows(record, low, *rows) for rows in sent]
             # The nearest of the micro-batches.
-            count, element, text = min(found, key=itemgetter(0), default=(None, (), ""))
+            count, element, text = min(differences, key=itemgetter(0), default=(None, (), ""))
             if count is None:
                 self.checked["operands lack a cast to compare with"] += 1
             elif count:
                 text = f"what arrived for the GEMM is not what was cast: {text}"
                 place = record["step"], record["position"], record["fqn"], operand, [gemm]
-                yield Finding(True, *place, text, element, (rank,), own[0] if own else None)
+                yield Finding(True, *place, text, element, (rank,), here[0] if here else None)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 
