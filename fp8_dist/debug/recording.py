@@ -41,7 +41,7 @@ from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, whe
 
 VERSION = 2
 ON_CPU = 128  # passing casts take 1/128 of max_bytes there, because allocation is slow
-MOST = 16  # recordings that anomalies cause
+MOST = 16  # the largest number of recordings that anomalies cause
 
 Record = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Recorder(StepObserver):
         self._kept_bytes = self._passing_bytes = self.dropped = 0
         self._layers = matching("record", layers, [*dict.fromkeys(self._names.values())])
         self._folder, self._steps = folder, steps
-        self._max = self._window = max_bytes  # of all tensors, and of passing ones
+        self._max = self._window = max_bytes  # for all tensors, and for passing casts
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
         self._kept: deque[Record] = deque()  # of recorded layers: copies
@@ -79,7 +79,7 @@ class Recorder(StepObserver):
         self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
         # The largest scale of each call of each cast of this step, in the order of the casts.
         self._scales: dict[Any, list[Tensor]] = {}
-        self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
+        self._positions: dict[Any, float] = {}  # of recorded GEMMs among the casts
         self._written = Counter[int]()  # recordings of each step
         # Read now, because the process group may be gone when the program ends.
         self._rank = this_rank()

@@ -45,11 +45,11 @@ class StepObserver(Observer):
         gemms: bool = False,
         on_anomaly: OnAnomaly = None,
     ) -> None:
-        self.step = -1  # the last one that was entered
+        self.step = -1  # the last step that was entered
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
         self.limits = limits
-        self._last: list[Row] = []  # those of the last recorded step
+        self._last: list[Row] = []  # the rows of the last recorded step
         self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly = on_anomaly
         self._block: ExitStack | None = None
@@ -265,7 +265,7 @@ class _Ranks:
         return all(resolve_process_group(group).rank() == 0 for group in self._groups)
 
     def _device(self) -> torch.device:
-        # That of the mesh if there is one, because FSDP2 may offload weights to the CPU.
+        # A mesh comes first, because FSDP2 may offload weights to the CPU.
         if self._mesh is not None:
             return torch.device(self._mesh.device_type)
         return next(iter(self._weights.values())).parameter().device

@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
 # What is read of a recording's statistics.
 RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
-LAST_STEPS = 20  # those that a run is judged by
+LAST_STEPS = 20  # the number of last steps by which a run is judged
 FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
 
 

@@ -28,7 +28,7 @@ Ends = tuple[float, float]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
-MAX_BAR = 18  # rows of a map beside a bar of colours
+MAX_BAR = 18  # the number of rows of a map as tall as the largest bar of colours
 LOUD = 0.75  # of the way to an anomaly; jumps in healthy training of a small Llama reached 0.74
 # The page inverts lightness where the browser is dark: the ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(

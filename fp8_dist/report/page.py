@@ -15,7 +15,7 @@ from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 
 MAX_ANOMALIES = 200  # rows of their table
-MAX_LAYERS = 8  # with anomalies that have a picture, of each run
+MAX_LAYERS = 8  # layers of a run whose anomalies have a picture
 HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # of config.json
 
 
