@@ -2,14 +2,7 @@
 
 from fp8_dist.debug.audit import CommAudit, CommRow, comm_audit
 from fp8_dist.debug.recording import Recorder, record
-from fp8_dist.debug.rows import (
-    Anomaly,
-    AnomalyLimits,
-    CastStats,
-    GemmStats,
-    anomaly_dict,
-    append_jsonl,
-)
+from fp8_dist.debug.rows import Anomaly, AnomalyLimits, CastStats, GemmStats
 from fp8_dist.debug.statistics import Float8Stats, float8_stats
 
 __all__ = [
@@ -21,8 +14,6 @@ __all__ = [
     "Float8Stats",
     "GemmStats",
     "Recorder",
-    "anomaly_dict",
-    "append_jsonl",
     "comm_audit",
     "float8_stats",
     "record",

@@ -10,6 +10,7 @@ dtypes.
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -164,90 +165,25 @@ class CommAudit(CommTable):
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__()
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
-        self._path = ModulePath()
-        self._is_recording = False
-        self._recorder = _Recorder(self)
-        # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
-        # weak references keep an address from being reused.
-        self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages of several tensors, such as the inputs of FSDP2's
-        # all-gathers, by the address of the message's storage.
-        self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
+        self._block: ExitStack | None = None
 
     def __enter__(self) -> Self:
-        if self._is_recording:
+        if self._block is not None:
             raise RuntimeError(
                 "this comm_audit is already recording; use a new one for a nested block"
             )
-        self._is_recording = True
-        self._path.__enter__()
-        self._recorder.__enter__()
+        self._block = ExitStack()
+        path = self._block.enter_context(ModulePath())
+        self._block.enter_context(_Recorder(self, self._axes, path))
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._recorder.__exit__(*error)
-        self._path.__exit__()
-        self._is_recording = False
-        self._payload_dtypes.clear()
-        self._messages.clear()
+        block, self._block = self._block, None
+        assert block is not None
+        block.close()
 
     def __repr__(self) -> str:
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
-
-    def _register_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Register the payload dtype of uint8 views of a tensor's storage."""
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
-
-    def _register_message(
-        self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
-    ) -> None:
-        """Register the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
-        sizes = self._bytes_by_dtype(parts)
-        if sizes.keys() - {torch.uint8}:
-            # Padding counts as the first dtype.
-            sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
-            reference = StorageWeakRef(message.untyped_storage())
-            self._messages[storage_address(message)] = (reference, sizes)
-
-    def _record(self, collective: Collective) -> None:
-        shares = self._bytes_by_dtype(collective.tensors).items()
-        # The row of the first dtype counts the collective, so float8 comes first.
-        by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
-        # Collectives without bytes, or without tensors, are counted too.
-        by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis, module = collective.op, self._axis(collective.group), self._path.current
-        for position, (dtype, share) in enumerate(by_dtype):
-            is_first, nbytes = position == 0, share * collective.factor
-            elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
-            sizes = elements, nbytes, _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
-            self.add(CommRow(op, axis, dtype, module, not is_first, int(is_first), *sizes))
-
-    def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
-        """Return the bytes by payload dtype, in the order of first appearance."""
-        sizes: Counter[torch.dtype] = Counter()
-        for tensor in tensors:
-            parts = [tensor]
-            if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
-                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
-            for part in parts:
-                address = storage_address(part)
-                _, viewed = self._payload_dtypes.get(address, (None, part.dtype))
-                if address in self._messages:
-                    # Remove the entry, because a graph may reuse the memory for another message.
-                    sizes.update(self._messages.pop(address)[1])
-                else:
-                    sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
-        return sizes
-
-    def _axis(self, group: dist.ProcessGroup | None) -> str:
-        if group is None:
-            return "unknown"
-        # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
-        nameless, described = f"group {group.group_name}", group.group_desc
-        known = {"default_pg": "world", "": nameless, "undefined": nameless}
-        name = known.get(described, described.removeprefix("mesh_"))
-        return self._axes.get(group.group_name, name)
 
 
 def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
@@ -317,24 +253,24 @@ def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that records communication ops in an audit."""
+    """Dispatch mode that adds the collectives of a block to a table."""
 
-    def __init__(self, audit: CommAudit) -> None:
+    def __init__(self, table: CommTable, axes: dict[str, str], path: ModulePath) -> None:
         super().__init__()
-        self._audit = audit
+        self._table, self._axes, self._path = table, axes, path
+        # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
+        # weak references keep an address from being reused.
+        self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        # Bytes by payload dtype of messages of several tensors, such as the inputs of FSDP2's
+        # all-gathers, by the address of the message's storage.
+        self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Return True, so that torch.compile still compiles code inside the block."""
         return True
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: tuple[type, ...],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
         # A Float8Tensor is recorded here, as float8: this mode is off while its handler sends the
@@ -342,21 +278,77 @@ class _Recorder(TorchDispatchMode):
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
-            self._audit._record(call)
+            self._record(call)
         elif func in QUERIES and not any(issubclass(kind, STAND_INS) for kind in types):
             with self:  # the query may communicate
                 return QUERIES[func](*args, **kwargs)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
-            self._audit._register_payload(args[0], args[0].dtype)
+            self._register_payload(args[0], args[0].dtype)
         elif str(func) == "fsdp.all_gather_copy_in.default":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.
-            self._audit._register_message(message=args[1], parts=args[0])
+            self._register_message(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
-            self._audit._register_message(result, [args[0], *args[1]], result.nbytes)
+            self._register_message(result, [args[0], *args[1]], result.nbytes)
         elif func is encode_float8.overload:
-            self._audit._register_payload(result[0], torch.float8_e4m3fn)
+            self._register_payload(result[0], torch.float8_e4m3fn)
         return result
+
+    def _register_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
+        """Register the payload dtype of uint8 views of a tensor's storage."""
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
+
+    def _register_message(
+        self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
+    ) -> None:
+        """Register the payload dtypes of a message of ``parts`` that is padded to ``nbytes``."""
+        sizes = self._bytes_by_dtype(parts)
+        if sizes.keys() - {torch.uint8}:
+            # Padding counts as the first dtype.
+            sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
+            reference = StorageWeakRef(message.untyped_storage())
+            self._messages[storage_address(message)] = (reference, sizes)
+
+    def _record(self, collective: Collective) -> None:
+        """Add the rows of a collective to the table."""
+        shares = self._bytes_by_dtype(collective.tensors).items()
+        # The row of the first dtype counts the collective, so float8 comes first.
+        by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
+        # Collectives without bytes, or without tensors, are counted too.
+        by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
+        op, axis, module = collective.op, self._axis(collective.group), self._path.current
+        for position, (dtype, share) in enumerate(by_dtype):
+            is_first, nbytes = position == 0, share * collective.factor
+            elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
+            sizes = elements, nbytes, _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
+            self._table.add(CommRow(op, axis, dtype, module, not is_first, int(is_first), *sizes))
+
+    def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
+        """Return the bytes by payload dtype, in the order of first appearance."""
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in tensors:
+            parts = [tensor]
+            if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
+                parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
+            for part in parts:
+                address = storage_address(part)
+                _, viewed = self._payload_dtypes.get(address, (None, part.dtype))
+                if address in self._messages:
+                    # Remove the entry, because a graph may reuse the memory for another message.
+                    sizes.update(self._messages.pop(address)[1])
+                else:
+                    sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
+        return sizes
+
+    def _axis(self, group: dist.ProcessGroup | None) -> str:
+        if group is None:
+            return "unknown"
+        # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
+        nameless, described = f"group {group.group_name}", group.group_desc
+        known = {"default_pg": "world", "": nameless, "undefined": nameless}
+        name = known.get(described, described.removeprefix("mesh_"))
+        return self._axes.get(group.group_name, name)
 
 
 def _rewrites_ops(kind: Any) -> bool:

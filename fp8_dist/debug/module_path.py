@@ -17,7 +17,8 @@ from fp8_dist.torch_internals import tree_leaves, when_backward_ends
 Call = Callable[..., Any]
 
 # The paths that are entered now, and the ``nn.Module.__call__`` that they replaced. Global module
-# hooks are no alternative: compiled graphs have guards on them, and would be recompiled.
+# hooks are no alternative, and neither is a function for each path: compiled graphs have guards on
+# them, and would be recompiled.
 _entered: list["ModulePath"] = []
 _original_call: list[Call] = []
 
@@ -34,6 +35,8 @@ def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
 
 class ModulePath:
     """A context manager whose ``current`` is the FQN of the innermost module that is running.
+
+    A path serves one block.
 
     FQNs are relative to the outermost module that was called, as in its ``named_modules()``.
     ``current`` is ``""`` in that module itself, and outside of any module. A module also counts as
@@ -52,8 +55,6 @@ class ModulePath:
         self._depth = 0  # the number of nested calls
 
     def __enter__(self) -> Self:
-        self.current = ""
-        self._backward_end_queued = False  # a backward that raised did not end
         if not _entered:
             _original_call[:] = [nn.Module.__call__]
             nn.Module.__call__ = _call  # type: ignore[method-assign]
@@ -66,8 +67,6 @@ class ModulePath:
             nn.Module.__call__ = _original_call[0]  # type: ignore[method-assign]
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
-        self.current = ""
 
     def _fqn(self, module: nn.Module) -> str:
         if module not in self._fqns:

@@ -41,7 +41,7 @@ from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, whe
 
 VERSION = 2
 ON_CPU = 128  # passing casts take 1/128 of max_bytes there, because allocation is slow
-MOST = 16  # recordings that anomalies cause
+MOST = 16  # the largest number of recordings that anomalies cause
 
 Record = dict[str, Any]
 
@@ -70,16 +70,16 @@ class Recorder(StepObserver):
         self._kept_bytes = self._passing_bytes = self.dropped = 0
         self._layers = matching("record", layers, [*dict.fromkeys(self._names.values())])
         self._folder, self._steps = folder, steps
-        self._max = self._window = max_bytes  # of all tensors, and of passing ones
+        self._max = self._window = max_bytes  # for all tensors, and for passing casts
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
         self._kept: deque[Record] = deque()  # of recorded layers: copies
         # Passing casts, those of other layers in this step, are not copied: the arguments of
         # _record_of, their tensors with the state of each, and the size.
         self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
-        # The scales of each cast of this step, or the largest one, in the order of the casts.
-        self._scales: dict[Any, list[Scales]] = {}
-        self._positions: dict[Any, float] = {}  # of recorded GEMMs among these
+        # The largest scale of each call of each cast of this step, in the order of the casts.
+        self._scales: dict[Any, list[Tensor]] = {}
+        self._positions: dict[Any, float] = {}  # of recorded GEMMs among the casts
         self._written = Counter[int]()  # recordings of each step
         # Read now, because the process group may be gone when the program ends.
         self._rank = this_rank()
@@ -95,10 +95,6 @@ class Recorder(StepObserver):
     def bytes(self) -> int:
         """The size of the tensors that are kept now."""
         return self._kept_bytes + self._passing_bytes
-
-    def _look(self) -> None:
-        super()._look()
-        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
 
     def start(self) -> None:
         """Begin to record, as a ``with`` block does."""
@@ -196,8 +192,7 @@ class Recorder(StepObserver):
                 continue
             calls = self._scales.setdefault(key, [])
             cast = slot, source, low, len(calls)
-            is_one = all(not scale.ndim for scale in low.scales)
-            calls.append(low.scales if is_one else (_largest(low.scales),))
+            calls.append(_largest(low.scales))
             if self._is_recorded(slot.fqn):
                 self._keep(self._record_of(*cast))
             else:
@@ -213,12 +208,12 @@ class Recorder(StepObserver):
 
     def on_multiply(self, owner: Owner, product: Product) -> None:
         gemm, left, right, result, options, layouts, groups = product
-        if not self._is_recorded(self._names.get(owner, "")):
-            return
-        if gemm != "output" or not in_backward():  # activation checkpointing repeats a forward
+        fqn = self._names.get(owner, "")
+        is_repeated = gemm == "output" and in_backward()  # by activation checkpointing
+        if self._is_recorded(fqn) and not is_repeated:
             # After its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
-            record = self._new_record(self._names[owner], position)
+            record = self._new_record(fqn, position)
             record |= {"gemm": gemm, "result": result, "options": [*options]}
             record |= {"left": _low(left, layouts[0], self._rank)}
             record |= {"right": _low(right, layouts[1], self._rank)}
@@ -291,8 +286,8 @@ class Recorder(StepObserver):
         """Return measures of this step's casts as far as scales show them, fp64 ``[11]`` each."""
         if not self._scales:
             return {}
-        largest = [[_largest(scales) for scales in calls] for calls in self._scales.values()]
-        scale = torch.stack([reduce(torch.maximum, calls) for calls in largest]).to(torch.float64)
+        largest = [reduce(torch.maximum, calls) for calls in self._scales.values()]
+        scale = torch.stack(largest).to(torch.float64)
         schemes = [self._slots[key].scheme for key in self._scales]
         limits = [scheme.largest for scheme in schemes if scheme is not None]
         is_known = scale != -math.inf  # casts without values have no scale

@@ -18,7 +18,7 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import aligned, alike
 
-RECENT = 16  # recorded steps, with whose amaxes the next one is compared
+RECENT = 16  # the number of recorded steps with whose amaxes the next step is compared
 
 What = Literal["non-finite", "jump", "underflow", "SQNR", "lag"]  # the kind of an anomaly
 

@@ -7,7 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -16,26 +16,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.debug.measures import (
-    Measures,
-    combine_,
-    measure_casts,
-    measure_gemm,
-    nothing,
-)
-from fp8_dist.debug.rows import (
-    Anomaly,
-    AnomalyLimits,
-    CastStats,
-    FirstAnomalies,
-    GemmStats,
-    Row,
-    append_jsonl,
-    as_dict,
-    decibels,
-    summarized,
-    table,
-)
+from fp8_dist.debug import rows
+from fp8_dist.debug.measures import Measures, combine_, measure_casts, measure_gemm, nothing
+from fp8_dist.debug.rows import Anomaly, AnomalyLimits, CastStats, Row
 from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
 from fp8_dist.linear.agreement import first_difference
 from fp8_dist.linear.observing import Casts, Observer, Owner, Source, observed_by
@@ -62,15 +45,15 @@ class StepObserver(Observer):
         gemms: bool = False,
         on_anomaly: OnAnomaly = None,
     ) -> None:
-        self.step = -1  # the last one that was entered
+        self.step = -1  # the last step that was entered
         self.rows: list[Row] = []
         self.anomalies: list[Anomaly] = []
         self.limits = limits
-        self._last: list[Row] = []  # those of the last recorded step
+        self._last: list[Row] = []  # the rows of the last recorded step
         self._model, self._every, self._gemms = model, every, gemms
         self._on_anomaly = on_anomaly
-        self._block: AbstractContextManager[None] | None = None
-        self._first = FirstAnomalies(limits)
+        self._block: ExitStack | None = None
+        self._first = rows.FirstAnomalies(limits)
         self._measured: dict[_Key, torch.Tensor] = {}
         self._ranks = _Ranks(mesh)
         self._look()
@@ -85,8 +68,8 @@ class StepObserver(Observer):
                     "mesh; compare them in a model that is not distributed, or record and replay"
                 )
         self._ranks.update(weights)
-        self._owners = {*weights.values()}
         self._slots = {slot.key: slot for slot in slots_of(weights, self._gemms)}
+        self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
 
     def at(self, step: int) -> Self:
         """Return this object, so that entering it begins the step with this number."""
@@ -95,22 +78,21 @@ class StepObserver(Observer):
 
     def __enter__(self) -> Self:
         if self._block is not None:
-            name = type(self).__name__
-            raise RuntimeError(f"this {name} is already recording; leave its block first")
+            kind = type(self).__name__
+            raise RuntimeError(f"this {kind} is already recording; leave its block first")
         self.step += 1
-        self._block = nullcontext()
+        self._block = ExitStack()
         if self.step % self._every == 0:
             self._look()
             if self._slots:
                 # On all ranks, because a graph may order collectives unlike eager code.
-                self._block = observed_by(self, self._gemms)
-        self._block.__enter__()
+                self._block.enter_context(observed_by(self, self._gemms))
         return self
 
     def __exit__(self, error: Any, *others: Any) -> None:
         block, self._block = self._block, None
         assert block is not None
-        block.__exit__(None, None, None)
+        block.close()
         if error is None and self.step % self._every == 0 and self._slots:
             self._end_step()
         self._measured = {}
@@ -120,19 +102,18 @@ class StepObserver(Observer):
         local, self._measured = self._measured, {}
         measures = self._ranks.combined([*self._slots.values()], local)
         # A slot without a scale was measured on no rank.
-        rows = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
-        self._last = rows
-        self.rows += rows
+        self._last = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
+        self.rows += self._last
         # Alarms are raised in the order of the casts, so that causes come before effects.
         count = len(self.anomalies)
-        for row in sorted(rows, key=lambda row: row.position):
+        for row in sorted(self._last, key=lambda row: row.position):
             for anomaly in self._first.of(row):
                 self.anomalies.append(anomaly)
                 if callable(self._on_anomaly):
                     self._on_anomaly(anomaly)  # on all ranks
         new = self.anomalies[count:]
         if new and self._on_anomaly == "warn" and self._ranks.is_first():
-            warnings.warn(f"float8_stats: {summarized(new)}", stacklevel=3)
+            warnings.warn(f"float8_stats: {rows.summarized(new)}", stacklevel=3)
 
 
 class Float8Stats(StepObserver):
@@ -147,18 +128,18 @@ class Float8Stats(StepObserver):
     """
 
     def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        if owner in self._owners:
+        if owner in self._names:
             all_measures = measure_casts(source.product(), [*lows.values()], this_rank())
             for gemms, measures in zip(lows, all_measures, strict=True):
                 self._add((owner, operand, gemms), measures)
 
     def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._owners and (measures := measure_gemm(gemm, *tensors)) is not None:
+        if owner in self._names and (measures := measure_gemm(gemm, *tensors)) is not None:
             self._add((owner, None, (gemm,)), measures)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""
-        return [as_dict(row) for row in self.rows]
+        return [rows.as_dict(row) for row in self.rows]
 
     def append_jsonl(self, path: str | Path) -> None:
         """Append the rows to a file, one JSON object per line, and remove them from ``rows``.
@@ -166,8 +147,8 @@ class Float8Stats(StepObserver):
         Numbers that JSON can't represent become the strings ``"NaN"``, ``"Infinity"`` and
         ``"-Infinity"``. Call this method on one rank only.
         """
-        rows, self.rows = self.to_dicts(), []
-        append_jsonl(rows, Path(path))
+        written, self.rows = self.to_dicts(), []
+        rows.append_jsonl(written, Path(path))
 
     def to_tensorboard(self, writer: Any, *, layers: Patterns | None = None) -> None:
         """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
@@ -199,11 +180,11 @@ class Float8Stats(StepObserver):
 
     def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
         """Remove all rows, and return the numbers of the chosen layers by step and name."""
-        names = [*dict.fromkeys(slot.fqn for slot in self._slots.values())]
+        names = [*dict.fromkeys(self._names.values())]
         chosen = set(names) if layers is None or not names else matching(caller, layers, names)
-        rows, self.rows = [row for row in self.rows if row.fqn in chosen], []
+        taken, self.rows = [row for row in self.rows if row.fqn in chosen], []
         scalars: dict[int, dict[str, float]] = defaultdict(dict)
-        for row in rows:
+        for row in taken:
             if isinstance(row, CastStats):
                 tag = f"float8/{row.operand}_for_{'_'.join(row.gemms)}/{row.fqn}"
                 for name in ("amax", "scale", "underflow", "saturation", "nonfinite", "sqnr"):
@@ -216,7 +197,7 @@ class Float8Stats(StepObserver):
         """Return the rows of the last recorded step as text, also if they were removed."""
         if not self._slots:
             return "no casts: the model has no converted layer"
-        return table(self._last)
+        return rows.table(self._last)
 
     def __repr__(self) -> str:
         return f"Float8Stats({len(self.rows)} rows, {len(self.anomalies)} anomalies)"
@@ -229,8 +210,8 @@ class Float8Stats(StepObserver):
 def row_of(slot: Slot, measures: Measures, step: int) -> Row:
     """Return the row of a cast or a GEMM."""
     if slot.operand is None or slot.scheme is None:
-        sqnr = decibels(measures.signal, measures.noise)
-        return GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-measures.minus_position))
+        sqnr = rows.decibels(measures.signal, measures.noise)
+        return rows.GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-measures.minus_position))
     cast = {"step": step, "fqn": slot.fqn, "operand": slot.operand, "gemms": slot.gemms}
     return CastStats.of(measures, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
 
@@ -267,24 +248,24 @@ class _Ranks:
         self.update(self._weights)
         self._groups = self._find_groups()
         none = nothing(self._device())
-        rows = torch.stack([local.get(slot.key, none).to(none.device) for slot in slots])
+        totals = torch.stack([local.get(slot.key, none).to(none.device) for slot in slots])
         positions = {key: -float(position) for position, key in enumerate(local)}
         minus_positions = [positions.get(slot.key, -math.inf) for slot in slots]
-        rows[:, Measures._fields.index("minus_position")] = rows.new_tensor(minus_positions)
+        totals[:, Measures._fields.index("minus_position")] = totals.new_tensor(minus_positions)
         for name in self._groups:
             size = resolve_process_group(name).size()
-            gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(rows, size, name))
-            rows, *others = gathered.view(size, *rows.shape).clone()
+            gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(totals, size, name))
+            totals, *others = gathered.view(size, *totals.shape).clone()
             for other in others:
-                combine_(rows, other)
-        return dict(zip(slots, (Measures(*row) for row in rows.tolist()), strict=True))
+                combine_(totals, other)
+        return dict(zip(slots, (Measures(*total) for total in totals.tolist()), strict=True))
 
     def is_first(self) -> bool:
         """Return whether this rank is the first one whose measures were combined."""
         return all(resolve_process_group(group).rank() == 0 for group in self._groups)
 
     def _device(self) -> torch.device:
-        # That of the mesh if there is one, because FSDP2 may offload weights to the CPU.
+        # A mesh comes first, because FSDP2 may offload weights to the CPU.
         if self._mesh is not None:
             return torch.device(self._mesh.device_type)
         return next(iter(self._weights.values())).parameter().device
@@ -294,18 +275,17 @@ class _Ranks:
             return make_group([self._mesh])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ()
-        world, difference = dist.group.WORLD, None
+        world = dist.group.WORLD
         assert world is not None
         if not self._is_checked:
             facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
-            difference = first_difference(facts, [world], self._device().type)
-        if difference is not None:
-            raise ValueError(
-                f"float8_stats: the ranks have different layers ({difference}), and weights on no "
-                "mesh to tell which ranks belong together (pipeline stages?); give mesh=, the "
-                "ranks that have the same layers"
-            )
-        self._is_checked = True
+            if difference := first_difference(facts, [world], self._device().type):
+                raise ValueError(
+                    f"float8_stats: the ranks have different layers ({difference}), and weights on "
+                    "no mesh to tell which ranks belong together (pipeline stages?); give mesh=, "
+                    "the ranks that have the same layers"
+                )
+            self._is_checked = True
         return (str(world.group_name),)
 
 

@@ -24,11 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: with status 2, for wrong arguments.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8_dist.doctor",
-        description="What this machine, and a model, would do in float8.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("python -m fp8_dist.doctor", allow_abbrev=False)
+    parser.description = "What this machine, and a model, would do in float8."
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")

@@ -34,8 +34,8 @@ def environment() -> Iterator[str]:
     if find_spec("triton") is None:
         yield "  Triton: not installed; GPUs cast with torch's operators, which is slower"
     else:
-        of = packages_distributions().get("triton")  # not called triton for ROCm
-        yield f"  Triton: {version(of[0]) if of else 'found'}, fused kernels"
+        packages = packages_distributions().get("triton")  # for ROCm, another name
+        yield f"  Triton: {version(packages[0]) if packages else 'found'}, fused kernels"
     yield "\nFP8_DIST_* switches"
     switches = set_switches()
     for name, value in switches.items():
@@ -52,8 +52,8 @@ def _gpus() -> Iterator[str]:
     hip, cuda = torch.version.hip, torch.version.cuda
     if not torch.cuda.is_available():
         build = f"ROCm {hip}" if hip else f"CUDA {cuda}"
-        found = f"{build}, but finds no device" if hip or cuda else "CPUs"
-        yield f"  no GPU: torch is built for {found}"
+        target = f"{build}, but finds no device" if hip or cuda else "CPUs"
+        yield f"  no GPU: torch is built for {target}"
         return
     for index in range(torch.cuda.device_count()):
         properties: Any = torch.cuda.get_device_properties(index)

@@ -11,20 +11,15 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-_NEEDED = ("jinja2", "matplotlib")
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv``, by default the process's arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8_dist.report",
-        description="Makes one HTML page of runs that fp8_dist.report.RunWriter wrote.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("python -m fp8_dist.report", allow_abbrev=False)
+    parser.description = "Makes one HTML page of runs that fp8_dist.report.RunWriter wrote."
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run")
     parser.add_argument("--out", type=Path, help="the page; default: report.html in the first RUN")
     args = parser.parse_args(argv)
-    if missing := [name for name in _NEEDED if find_spec(name) is None]:
+    if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
         parser.error(f'{" and ".join(missing)} must be installed: pip install "fp8-dist[report]"')
     data, page = (importlib.import_module(f"fp8_dist.report.{name}") for name in ("data", "page"))
     out = args.out or args.runs[0] / "report.html"
@@ -34,9 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror or error}")
-    for text in headlines:
-        print(text)
-    print(f"written: {out}")
+    print(*headlines, f"written: {out}", sep="\n")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     return 0

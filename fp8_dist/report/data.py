@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ _T = TypeVar("_T")
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
 # What is read of a recording's statistics.
 RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
-LAST_STEPS = 20  # those that a run is judged by
+LAST_STEPS = 20  # the number of last steps by which a run is judged
 FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
 
 
@@ -73,13 +74,9 @@ class Run:
 
     def not_finite_since(self, metric: str) -> int | None:
         """Return the step since which no value of a metric is finite; None if the last one is."""
-        since = None
-        for row in self.metrics:
-            if math.isfinite(row.get(metric, math.nan)):
-                since = None
-            elif metric in row and since is None:
-                since = row["step"]
-        return since
+        rows = [row for row in self.metrics if metric in row]
+        bad = [*takewhile(lambda row: not math.isfinite(row[metric]), reversed(rows))]
+        return bad[-1]["step"] if bad else None
 
 
 def read_runs(folders: list[Path]) -> list[Run]:

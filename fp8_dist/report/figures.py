@@ -28,7 +28,7 @@ Ends = tuple[float, float]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
-MAX_BAR = 18  # rows of a map beside a bar of colours
+MAX_BAR = 18  # the number of rows of a map as tall as the largest bar of colours
 LOUD = 0.75  # of the way to an anomaly; jumps in healthy training of a small Llama reached 0.74
 # The page inverts lightness where the browser is dark: the ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(
@@ -123,8 +123,8 @@ def _difference_chart(runs: Sequence[Run]) -> list[str]:
     axes = figure.subplots()
     axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
     for i, run in enumerate(runs[1:], 1):
-        found = differences(run, runs[0])
-        steps, values = list(found), np.array([*found.values()])
+        by_step = differences(run, runs[0])
+        steps, values = list(by_step), np.array([*by_step.values()])
         middle = [np.median(values[max(0, j - LAST_STEPS) : j]) for j in range(1, len(values) + 1)]
         axes.plot(steps, values, color=f"C{i}", linewidth=0.7, alpha=0.7)
         axes.plot(steps, middle, color=f"C{i}", linewidth=1.6, label=run.name)

@@ -131,11 +131,10 @@ def _faults_in_metrics(run: Run) -> Iterator[Fault]:
             begin = bad[0] if since is None else since
             names.setdefault((since is not None, begin), []).append(name)
     for (lasts, step), together in names.items():
-        before = [_last_before(step, [r for r in run.metrics if name in r]) for name in together]
+        before = _last_before(step, [r for r in run.metrics if not r.keys().isdisjoint(together)])
         verb = "is" if len(together) == 1 else "are"
         text = f"{' and '.join(together)} {verb} not finite"
-        last = max((number for number in before if number is not None), default=None)
-        yield Fault(step, last, text, "metrics", lasts)
+        yield Fault(step, before, text, "metrics", lasts)
 
 
 def _faults_in_statistics(run: Run) -> Iterator[Fault]:
@@ -145,7 +144,8 @@ def _faults_in_statistics(run: Run) -> Iterator[Fault]:
         row = min(bad, key=lambda row: (row["step"], row["position"]))
         step, rank = row["step"], row.get("nonfinite_rank")
         ranks = () if rank is None else (rank,)
-        before, text = _last_before(step, run.stats), f"{_operand(row)}: {_share(row)}"
+        share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
+        before, text = _last_before(step, run.stats), f"{_operand(row)}: {share}NaN or infinite"
         yield Fault(step, before, text, "statistics", True, row["fqn"], ranks)
     for row in run.anomalies:
         step, text = row["step"], f"{row['cast']}: {row['message']}"
@@ -158,11 +158,6 @@ def _operand(row: JsonRow) -> str:
     if row.get("kind") == "gemm":
         return f"the result of the GEMM of {row['gemm']}"
     return f"{product(row['operand'], row.get('folded'))} (for {', '.join(row['gemms'])})"
-
-
-def _share(row: JsonRow) -> str:
-    share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
-    return f"{share}NaN or infinite"
 
 
 def _faults_in_recordings(run: Run) -> Iterator[Fault]:

@@ -15,7 +15,7 @@ from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 
 MAX_ANOMALIES = 200  # rows of their table
-MAX_LAYERS = 8  # with anomalies that have a picture, of each run
+MAX_LAYERS = 8  # layers of a run whose anomalies have a picture
 HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # of config.json
 
 
@@ -26,29 +26,29 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
         The headlines of runs as text, and what could not be read.
     """
     runs = read_runs(folders)
-    headlines = [headline(run) for run in runs]
+    pairs = [(run, headline(run)) for run in runs]
     for row in [row for run in runs for row in run.recordings]:
         row["link"] = os.path.relpath(row["folder"], path.parent)
     new = path.with_name(f".{path.name}.new")
-    new.write_text(render(runs, headlines), encoding="utf-8")
+    new.write_text(render(pairs), encoding="utf-8")
     new.replace(path)
-    pairs = [(run.name, h) for run, h in zip(runs, headlines, strict=True) if h is not None]
-    texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in pairs]
+    headlines = [(run.name, first) for run, first in pairs if first is not None]
+    texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in headlines]
     return texts, [note for run in runs for note in run.notes]
 
 
-def render(runs: Sequence[Run], headlines: Sequence[Headline | None]) -> str:
+def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
     """Return the page of runs. A run has a headline if anything is wrong or unusual."""
+    runs = [run for run, _ in pairs]
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(
         text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     progress(f"drawing {len(runs)} runs" if len(runs) > 1 else f"drawing {runs[0].name}")
-    pairs = [*zip(runs, headlines, strict=True)]
     return template.render(
         runs=runs,
         verdicts=[(run.name, first, [*verdict(run, runs[0])]) for run, first in pairs],
-        is_wrong=any(first.is_wrong for first in headlines if first is not None),
+        is_wrong=any(first.is_wrong for _, first in pairs if first is not None),
         summary=summary(runs),
         anomalies=[row for i, (run, first) in enumerate(pairs) for row in anomalies(i, run, first)],
         max_anomalies=MAX_ANOMALIES,

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.debug import CommAudit, Float8Stats, anomaly_dict, append_jsonl
+from fp8_dist.debug import CommAudit, Float8Stats
+from fp8_dist.debug.rows import anomaly_dict, append_jsonl
 from fp8_dist.mesh import this_rank
 from fp8_dist.text import kind_of
 from fp8_dist.version import __version__

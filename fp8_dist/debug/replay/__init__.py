@@ -24,11 +24,8 @@ export(__name__, "fp8_dist.debug.replay.printing")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv``, by default the process's arguments; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8_dist.debug.replay",
-        description="Replays a recording of fp8_dist.debug.record on one CPU.",
-        allow_abbrev=False,
-    )
+    parser = argparse.ArgumentParser("python -m fp8_dist.debug.replay", allow_abbrev=False)
+    parser.description = "Replays a recording of fp8_dist.debug.record on one CPU."
     kinds = "a recording, or the folder of a run or of recordings: the first one is shown"
     parser.add_argument("folder", type=Path, metavar="FOLDER", help=kinds)
     args = parser.parse_args(argv)

@@ -57,7 +57,8 @@ class Cast(NamedTuple):
         """Count magnitudes, in units of their scales, by octave: kept, made zero, saturated."""
         wide = self.low.scheme.element_scales(self.low.scales, self.high.shape)
         units = (self.high.double() / wide).abs()
-        effects = _are_zero(self.low.qdata) + 2 * (units > self.low.scheme.saturates_above)
+        is_zero = as_bytes(self.low.qdata) & 0x7F == 0
+        effects = is_zero + 2 * (units > self.low.scheme.saturates_above)
         is_known = units.isfinite() & (units > 0)
         exponents = torch.frexp(units[is_known]).exponent - 1
         pairs = Counter(zip(exponents.tolist(), effects[is_known].tolist(), strict=True))
@@ -68,10 +69,6 @@ def as_quantized(low: Record) -> Quantized:
     """Return the float8 data and scales of a record."""
     row, column = low["start"]
     return Quantized(low["qdata"], tuple(low["scales"]), scheme_named(low["scheme"]), (row, column))
-
-
-def _are_zero(qdata: Tensor) -> Tensor:
-    return as_bytes(qdata) & 0x7F == 0
 
 
 def _joined(parts: Sequence[Record], tensors: Sequence[Tensor]) -> Any:
@@ -131,65 +128,62 @@ def rank_names(ranks: Sequence[int], conjunction: str = "and") -> str:
     return f"ranks {', '.join(most)} {conjunction} {last}" if most else f"rank {last}"
 
 
+# The number of wrong elements of an operand, or of wrong rows, the first of them, and a text.
+Difference = tuple[int, Element, str]
 _Wrong = tuple[str, Element, tuple[int, ...]]  # the text, the element and the ranks of a finding
 
 
-def find_not_finite(parts: Sequence[Record]) -> _Wrong | None:
-    """Find a part that has NaN or infinity before its cast."""
+def find_not_finite(parts: Sequence[Record]) -> Iterator[_Wrong]:
+    """Yield parts that have NaN or infinity before their casts."""
     for part in parts:
         bad = ~part["high"].isfinite()
         if bad.any():
             at, pieces = tuple(bad.nonzero()[0].tolist()), part["low"]["pieces"]
-            copies = [other for other in parts if other["low"]["pieces"] == pieces]
-            ranks = [other["rank"] for other in copies if not other["high"][at].isfinite()]
-            return "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
-    return None
+            copies = [copy for copy in parts if copy["low"]["pieces"] == pieces]
+            ranks = [copy["rank"] for copy in copies if not copy["high"][at].isfinite()]
+            yield "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
 
 
-def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> _Wrong | None:
-    """Find copies of a part that differ in the values, or in the scales that are folded into it."""
+def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> Iterator[_Wrong]:
+    """Yield copies of a part that differ in values, or in the scales that are folded into it."""
+    values = {"high": "values", "folds": "values of the scales that are folded into it"}
     for groups in copies:
-        for name in ("high", "folds") if len(groups) > 1 else ():
+        for name in values if len(groups) > 1 else ():
             a, b, *_ = tensors = [alike[0][name] for alike in groups]
             if a is None:
                 continue
             bad = (a != b) | (a.signbit() != b.signbit())
             if bad.any():
                 at = tuple(bad.nonzero()[0].tolist())
-                text = "ranks have several values"
-                if name == "folds":
-                    text += " of the scales that are folded into it"
-                text += f": {_values_by_rank(groups, [tensor[at] for tensor in tensors])}"
-                first = groups[0][0]
+                by_rank = _values_by_rank(groups, [tensor[at] for tensor in tensors])
+                text, first = f"ranks have several {values[name]}: {by_rank}", groups[0][0]
                 element = first_element(bad.expand_as(first["high"]), first["low"])
-                return text, element, _odd_ranks(groups)
-    return None
+                yield text, element, _odd_ranks(groups)
 
 
-def find_different_scales(parts: Sequence[Record]) -> _Wrong | None:
-    """Find ranks that scale by different amax histories."""
+def find_different_scales(parts: Sequence[Record]) -> Iterator[_Wrong]:
+    """Yield the ranks that scale by other amax histories than most ranks."""
     known = [p for p in parts if p["delayed"] and p["high"].numel()]
     groups = _alike(known, lambda part: part["low"]["scales"])
     if len(groups) < 2:
-        return None
+        return
     ranks, scales = _odd_ranks(groups), [alike[0]["low"]["scales"][0] for alike in groups]
     first = next(part for part in known if part["rank"] in ranks)
     text = f"not the cast of one device: {_values_by_rank(groups, scales)} as its scale"
-    return text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
+    yield text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
 
 
-def find_different_cast(parts: Sequence[Record], cast: Quantized) -> _Wrong | None:
-    """Find a part whose cast is not that of one device."""
+def find_different_cast(parts: Sequence[Record], cast: Quantized) -> Iterator[_Wrong]:
+    """Yield parts whose casts are not those of one device."""
     for part in parts:
         low, (bad, text) = part["low"], compare(part["low"], cast)
         if bad.any():
             text = f"not the cast of one device: {text}"
-            return text, first_element(bad, low), (part["rank"],)
-    return None
+            yield text, first_element(bad, low), (part["rank"],)
 
 
-def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong | None:
-    """Find scales that are folded into a gradient and are not those of the other operand's cast."""
+def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterator[_Wrong]:
+    """Yield parts of a gradient whose folded scales are not those of the other operand's cast."""
     for part in parts if parts[0]["folds"] is not None else ():
         low, folds, wrong = part["low"], part["folds"], list[Tensor]()
         for cast in others:
@@ -204,8 +198,7 @@ def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> _Wrong 
         bad = min(wrong, key=lambda mask: int(mask.sum()), default=None)  # of micro-batches
         if bad is not None and bad.any() and part["high"].numel():
             text = f"its folded scales are not those of the {part['folded']}"
-            return text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
-    return None
+            yield text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
 
 
 def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
@@ -240,43 +233,34 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     return Cast(records, high, Quantized(best, (scale,), scheme))
 
 
-def find_wrong(
-    parts: Sequence[Record],
-    copies: Sequence[Sequence[Sequence[Record]]],
-    cast: Cast | None,
-    others: Sequence[Cast],
-) -> _Wrong | None:
-    """Find what is wrong in a cast. ``others``: casts of the operand whose scales are folded."""
-    wrong = find_not_finite(parts) or find_different_copies(copies)
-    if wrong is None and cast is not None:
-        wrong = find_different_scales(parts) or find_different_cast(parts, cast.low)
-        wrong = wrong or find_wrong_folds(parts, others)
-    return wrong
-
-
-def compare_taken(record: Record, low: Record, cast: Quantized) -> tuple[Tensor, str]:
+def compare_taken(record: Record, low: Record, cast: Quantized) -> Difference:
     """Compare an operand of a GEMM with the form of a cast that the GEMM takes."""
-    if record["groups"] is None:
-        is_by_rows = record["gemm"] == "grad_weight"
-        return compare(low, cast.scheme.for_rows(cast, None) if is_by_rows else cast)
-    is_transposed = record["options"][3]
-    return compare(low, transposed(cast, scheme_named(low["scheme"])) if is_transposed else cast)
+    is_transposed = record["groups"] is not None and record["options"][3]
+    if is_transposed:
+        cast = transposed(cast, scheme_named(low["scheme"]))
+    elif record["groups"] is None and record["gemm"] == "grad_weight":
+        cast = cast.scheme.for_rows(cast, None)
+    bad, text = compare(low, cast)
+    element = first_element(bad, low) if bad.any() else ()
+    if element and is_transposed:
+        element = element[0], element[2], element[1]  # it is stored as [E, K, N]
+    return int(bad.sum()), element, text
+
+
+def _bytes_and_scales(low: Quantized) -> tuple[Tensor, Tensor]:
+    """Return the bytes of the float8 data, and the scale of each element."""
+    wide = low.scheme.element_scales(low.scales, low.qdata.shape, low.start)
+    return as_bytes(low.qdata), wide.expand_as(low.qdata)
 
 
 def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:
     """Return where a local copy differs from its part of a cast, and the first two values."""
-    local, shape = as_quantized(low), cast.qdata.shape
+    local = as_quantized(low)
     # A transposed copy may have more rows than the cast, of zeros.
-    dims = zip(low["pieces"], shape, strict=True)
+    dims = zip(low["pieces"], cast.qdata.shape, strict=True)
     pieces = [tuple((a, min(b, n)) for a, b in part) for part, n in dims]
-    expected = taken(as_bytes(cast.qdata), pieces)
-    wide = cast.scheme.element_scales(cast.scales, shape, cast.start)
-    expected_scales = taken(wide.expand_as(cast.qdata), pieces)
-    wide = local.scheme.element_scales(local.scales, local.qdata.shape, local.start)
-    data, scales = (
-        tensor[: len(expected)].reshape(expected.shape)
-        for tensor in (as_bytes(local.qdata), wide.expand_as(local.qdata))
-    )
+    expected, expected_scales = (taken(tensor, pieces) for tensor in _bytes_and_scales(cast))
+    data, scales = (t[: len(expected)].reshape(expected.shape) for t in _bytes_and_scales(local))
     if local.scheme != cast.scheme:  # scales were folded into the other operand
         expected_scales = torch.ones_like(expected_scales)
     bad = data != expected
@@ -320,32 +304,31 @@ def sent_rows(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, T
                 yield cast, torch.stack([torch.full_like(i, rank), i, expert_ids], 1)
 
 
-def compare_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> tuple[Tensor, str]:
-    """Return one element of each row of experts that is not the row that was sent, and a text."""
+def compare_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> Difference:
+    """Compare rows of experts, of which some may not have arrived, with the rows that were sent."""
     rows, experts = _bytes_of_rows(low), torch.repeat_interleave(record["groups"])
     size, count = min(len(rows), len(sent)), max(len(rows), len(sent))
     differs = torch.ones(count, rows.shape[1], dtype=torch.bool)
     differs[:size] = rows[:size] != sent[:size]
     is_bad = differs.any(1)
     is_bad[:size] |= experts[:size] != names[:size, 2]
-    bad = torch.zeros(count, low["qdata"].shape[1], dtype=torch.bool)
-    columns = differs.to(torch.uint8).argmax(1).clamp(max=bad.shape[1] - 1)
-    bad[is_bad.nonzero()[:, 0], columns[is_bad]] = True
-    if not bad.any():
-        return bad, ""
-    at, column = bad.nonzero()[0].tolist()
+    if not is_bad.any():
+        return 0, (), ""
+    at = int(is_bad.nonzero()[0])
+    column = min(int(differs[at].to(torch.uint8).argmax()), low["qdata"].shape[1] - 1)
+    wrong = int(is_bad.sum()), (at, column)
     if at >= len(sent):
-        return bad, "no rank has sent this row"
+        return *wrong, "no rank has sent this row"
     source, row, expert = names[at].tolist()
     text = f"row {row} of rank {source} for this rank's expert {expert}"
     if at >= len(rows):
-        return bad, f"{text} has not arrived"
+        return *wrong, f"{text} has not arrived"
     alike = names[(sent == rows[at]).all(1), :2].tolist()
     if [source, row] in alike:
-        return bad, f"{text} is among those of expert {experts[at]}"
+        return *wrong, f"{text} is among those of expert {experts[at]}"
     if alike:
-        return bad, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
-    return bad, f"0x{rows[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
+        return *wrong, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
+    return *wrong, f"0x{rows[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
 
 
 def _bytes_of_rows(low: Record) -> Tensor:

@@ -3,7 +3,8 @@
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import ZipFile
@@ -108,10 +109,14 @@ class Replay:
         place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
         if cast is not None:
             self._casts[_key(first)].append(cast)
-        others = self._casts[first["step"], first["fqn"], first["folded"]]
-        wrong = comparisons.find_wrong(parts, copies, cast, others)
-        if wrong is not None:
-            yield Finding(True, *place, *wrong, cast)
+        wrong = [comparisons.find_not_finite(parts), comparisons.find_different_copies(copies)]
+        if cast is not None:
+            others = self._casts[first["step"], first["fqn"], first["folded"]]
+            wrong.append(comparisons.find_different_scales(parts))
+            wrong.append(comparisons.find_different_cast(parts, cast.low))
+            wrong.append(comparisons.find_wrong_folds(parts, others))
+        if (first_wrong := next(chain(*wrong), None)) is not None:
+            yield Finding(True, *place, *first_wrong, cast)
             return
         if cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
@@ -126,26 +131,20 @@ class Replay:
         for operand, side in zip(GEMM_OPERANDS[gemm], ("left", "right"), strict=True):
             low, key = record[side], (record["step"], record["fqn"], operand)
             casts = [cast for cast in self._casts[key] if gemm in cast.parts[0]["gemms"]]
-            own = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
+            here = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
             if record["groups"] is None or operand == "weight":
-                found = [comparisons.compare_taken(record, low, cast.low) for cast in own]
+                differences = [comparisons.compare_taken(record, low, cast.low) for cast in here]
             else:
                 sent = comparisons.sent_rows(record, casts)
-                found = [comparisons.compare_rows(record, low, *rows) for rows in sent]
+                differences = [comparisons.compare_rows(record, low, *rows) for rows in sent]
             # The nearest of the micro-batches.
-            bad, text = min(found, key=lambda pair: int(pair[0].sum()), default=(None, ""))
-            if bad is None:
+            count, element, text = min(differences, key=itemgetter(0), default=(None, (), ""))
+            if count is None:
                 self.checked["operands lack a cast to compare with"] += 1
-            elif bad.any():
+            elif count:
                 text = f"what arrived for the GEMM is not what was cast: {text}"
                 place = record["step"], record["position"], record["fqn"], operand, [gemm]
-                if record["groups"] is None or operand == "weight":
-                    element = comparisons.first_element(bad, low)
-                    if record["groups"] is not None and record["options"][3]:
-                        element = element[0], element[2], element[1]  # it is stored as [E, K, N]
-                else:  # some may not have arrived
-                    element = tuple(bad.nonzero()[0].tolist())
-                yield Finding(True, *place, text, element, (rank,), own[0] if own else None)
+                yield Finding(True, *place, text, element, (rank,), here[0] if here else None)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 

@@ -15,9 +15,9 @@ _FURTHER = 9  # findings after the first one that are printed
 
 def page(replay: Replay) -> str:
     """Return what a replay found, as text."""
-    file, ranks = replay.files[0], [each["rank"] for each in replay.files]
+    file, ranks = replay.files[0], {file["rank"] for file in replay.files}
     lines = [f"step {file['step']} of {file['world']} ranks, recorded because: {file['reason']}"]
-    if missing := sorted({*range(file["world"])} - {*ranks}):
+    if missing := sorted({*range(file["world"])} - ranks):
         lines.append(f"ranks that did not write: {missing}")
     lines += [f"  {count} {what}" for what, count in replay.checked.items()]
     if not replay.findings:
@@ -35,12 +35,12 @@ def page(replay: Replay) -> str:
     return "\n".join(lines)
 
 
-def _line(found: Finding) -> str:
+def _line(finding: Finding) -> str:
     where = ""
-    if found.element is not None:
-        where = f", element {[*found.element]} on {rank_names(found.ranks, 'or')}"
-    what = f"{found.operand} for {', '.join(found.gemms)}"
-    return f"  step {found.step}: {found.fqn}: {what}{where}: {found.text}"
+    if finding.element is not None:
+        where = f", element {[*finding.element]} on {rank_names(finding.ranks, 'or')}"
+    what = f"{finding.operand} for {', '.join(finding.gemms)}"
+    return f"  step {finding.step}: {finding.fqn}: {what}{where}: {finding.text}"
 
 
 def _described(cast: Cast) -> Iterator[str]:

@@ -4,10 +4,8 @@ In transformers, a quantizer changes the layers of a model before its weights ar
 makes float8 training layers, whose weights stay in high precision.
 """
 
-from dataclasses import replace
 from typing import Any, Literal
 
-import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -75,20 +73,15 @@ class Fp8DistConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.enable_fsdp_float8_all_gather = enable_fsdp_float8_all_gather
         self.experts_recipe = experts_recipe
-        self.layer_config()
-        self.experts_config()
+        self.configs()  # raises what they raise
 
-    def layer_config(self) -> Float8LinearConfig:
-        """Return the config of the layers."""
-        config = Float8LinearConfig.from_recipe_name(self.recipe)
-        return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
-
-    def experts_config(self) -> Float8ExpertsConfig | None:
-        """Return the config of experts; ``None`` if they stay in high precision."""
+    def configs(self) -> tuple[Float8LinearConfig, Float8ExpertsConfig | None]:
+        """Return the configs of layers and experts; ``None`` for experts in high precision."""
+        gather: Any = {"enable_fsdp_float8_all_gather": self.enable_fsdp_float8_all_gather}
+        layers = Float8LinearConfig.from_recipe_name(self.recipe, **gather)
         if self.experts_recipe is None:
-            return None
-        config = Float8ExpertsConfig.from_recipe_name(self.experts_recipe)
-        return replace(config, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather)
+            return layers, None
+        return layers, Float8ExpertsConfig.from_recipe_name(self.experts_recipe, **gather)
 
 
 @register_quantizer(METHOD)
@@ -102,14 +95,21 @@ class Fp8DistQuantizer(HfQuantizer):
         """Convert the layers on the meta device."""
         config = self.quantization_config
         names = config.modules_to_not_convert or []
-        _check_names(model, names)
-        if (experts := config.experts_config()) is not None:
+        modules = [fqn for fqn, _ in model.named_modules()]
+        if unknown := [name for name in names if not any(is_part(name, fqn) for fqn in modules)]:
+            raise ValueError(
+                f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
+                f"{type(model).__name__} has such a name. Take names, or consecutive parts of "
+                "names, of model.named_modules()"
+            )
+        layers, experts = config.configs()
+        if experts is not None:
             convert_experts_to_float8_training(
                 model,
                 config=experts,
                 module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
             )
-        layers, layer_filter = config.layer_config(), LayerFilter(model, names)
+        layer_filter = LayerFilter(model, names)
         convert_to_float8_training(model, config=layers, module_filter_fn=layer_filter)
         if coded := float8_keys(kwargs.get("checkpoint_files") or []):
             raise ValueError(
@@ -144,13 +144,3 @@ class Fp8DistQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
-
-
-def _check_names(model: nn.Module, names: list[str]) -> None:
-    modules = [fqn for fqn, _ in model.named_modules()]
-    if unknown := [name for name in names if not any(is_part(name, fqn) for fqn in modules)]:
-        raise ValueError(
-            f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
-            f"{type(model).__name__} has such a name. Take names, or consecutive parts of names, "
-            "of model.named_modules()"
-        )

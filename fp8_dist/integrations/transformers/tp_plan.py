@@ -20,13 +20,14 @@ from fp8_dist.tensor_parallel import plans
 from fp8_dist.transport import Encoding
 
 # The names of declared styles in transformers 5 and in transformers 4.
-_PLAIN_READER = {"colwise"}
-_GATHERING_READER = {"colwise_gather_output", "colwise_rep"}
-_PLAIN_WRITER = {"rowwise"}
-_SPLITTING_WRITER = {"rowwise_split_input", "rowwise_rep"}
+_READERS = {"colwise", "colwise_gather_output", "colwise_rep"}
+_WRITERS = {"rowwise", "rowwise_split_input", "rowwise_rep"}
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _EMBEDDING = "embedding_rowwise"
-_READERS, _WRITERS = _PLAIN_READER | _GATHERING_READER, _PLAIN_WRITER | _SPLITTING_WRITER
+# The styles in a block whose activations are sharded. In other blocks, readers gather their outputs
+# and writers slice their inputs.
+_SHARDED = {"colwise", "rowwise", _HEAD_NORM}
+_GATHERED = (_READERS | _WRITERS) - _SHARDED
 # The classes of modules with these styles.
 _CLASSES: dict[str, type[nn.Module]] = dict.fromkeys(_READERS | _WRITERS, nn.Linear)
 _CLASSES |= {_EMBEDDING: nn.Embedding, _HEAD_NORM: nn.Module}
@@ -75,9 +76,7 @@ class Structure:
         ]
         styles = self.matched_styles()
         self.raise_problems()
-        stacks = [
-            *dict.fromkeys(stack for name in styles if (stack := self.outermost_module_list(name)))
-        ]
+        stacks = [*filter(None, dict.fromkeys(map(self.outermost_module_list, styles)))]
         if not stacks:
             self.add_problem("it declares no plan for its layers")
         elif len(stacks) > 1:
@@ -114,12 +113,9 @@ class Structure:
                 "it declares no plan: neither _tp_plan nor base_model_tp_plan of its config"
             )
         names = sorted({*self.modules, *dict(self.model.named_parameters())})
-        matches = {
-            name: style
-            for pattern, style in declared.items()
-            for name in names
-            if without_numbers(name) == pattern
-        }
+        matches: dict[str, str] = {}
+        for pattern, style in declared.items():
+            matches |= {name: style for name in names if without_numbers(name) == pattern}
         if declared and not matches:
             self.add_problem(f"no module has a name of its plan: {', '.join(declared)}")
         styles = {name: style for name, style in matches.items() if not self.is_routed(name)}
@@ -156,11 +152,7 @@ class Structure:
     def check_block(self, block: str, styles: dict[str, str]) -> None:
         """Check the modules of a block, and add the norms of its heads to the styles."""
         kinds, gathers = set(styles.values()), _gathers_outputs(styles)
-        allowed = (
-            _GATHERING_READER | _SPLITTING_WRITER
-            if gathers
-            else _PLAIN_READER | _PLAIN_WRITER | {_HEAD_NORM}
-        )
+        allowed = _GATHERED if gathers else _SHARDED
         if not kinds <= allowed or not kinds & _READERS or not kinds & _WRITERS:
             self.add_problem(
                 f"{block}: the styles {', '.join(sorted(kinds))} do not make a block, of "
@@ -248,7 +240,7 @@ class Structure:
 
 def _gathers_outputs(block: dict[str, str]) -> bool:
     """Whether the readers' outputs are gathered and each writer slices its own input."""
-    return not _GATHERING_READER.isdisjoint(block.values())
+    return not _GATHERED.isdisjoint(block.values())
 
 
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
@@ -355,11 +347,8 @@ def hf_tp_plan(
         plan[structure.last_norm] = (
             SequenceParallel() if structure.head else tp_styles.StreamNorm(DTensor.full_tensor)
         )
-    for block, styles in structure.blocks.items():
-        # Llama 4 adds the output of routed experts to that of shared ones, in place.
-        in_routed = block.rpartition(".")[0] in structure.routed
-        block_stream = Replicate() if in_routed else stream
-        plan |= _block_styles(model, block, styles, block_stream, reduce_transport, in_routed)
+    for block in structure.blocks:
+        plan |= _block_styles(structure, block, stream, reduce_transport)
     if structure.head is not None:
         head = model.get_submodule(structure.head)
         plan[structure.head] = plans.head_style(head, stream, loss_parallel, reduce_transport)
@@ -367,15 +356,15 @@ def hf_tp_plan(
 
 
 def _block_styles(
-    model: nn.Module,
-    block: str,
-    styles: dict[str, str],
-    stream: Placement,
-    transport: Encoding,
-    may_change_output: bool,
+    structure: Structure, block: str, stream: Placement, transport: Encoding
 ) -> dict[str, ParallelStyle]:
     """Make the styles of a block, which reads and writes a stream, and of its layers."""
-    module: Any = model.get_submodule(block)
+    module: Any = structure.modules[block]
+    styles = structure.blocks[block]
+    # Llama 4 adds the output of routed experts to that of shared ones, in place.
+    in_routed = block.rpartition(".")[0] in structure.routed
+    if in_routed:
+        stream = Replicate()
     readers = {n: module.get_submodule(n) for n, style in styles.items() if style in _READERS}
     gathers = _gathers_outputs(styles)
     # The number of heads in the output of each reader (of features if the block has no head_dim).
@@ -389,7 +378,7 @@ def _block_styles(
             plain=tp_styles.BlockInput,
             float8=tp_styles.Float8BlockInput,
             parts={} if gathers else parts,
-            may_change_output=may_change_output,
+            may_change_output=in_routed,
         )
     }
     inner_layout = Replicate() if gathers else Shard(-1)

@@ -7,12 +7,13 @@ else a DTensor (``local_if_even``).
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
@@ -22,9 +23,7 @@ from fp8_dist.tensor_parallel.inputs import ModuleInput
 from fp8_dist.tensor_parallel.plans import EmbeddingRowwiseParallel, local_if_even
 from fp8_dist.tensor_parallel.styles import CheckedStyle
 
-_Places = tuple[Placement, ...]
-_SEQUENCE: _Places = (Shard(1),)
-_REPLICATED: _Places = (Replicate(),)
+_SEQUENCE = (Shard(1),)
 
 
 class SequenceEmbedding(EmbeddingRowwiseParallel):
@@ -45,10 +44,7 @@ class StreamInput(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(x: torch.Tensor) -> torch.Tensor:
-            return local_if_even(_moved(x, device_mesh, _REPLICATED, _SEQUENCE))
-
-        _pass_first_argument_alone(module, enter)
+        _pass_first_argument_alone(module, partial(_split, device_mesh))
         return module
 
 
@@ -123,12 +119,12 @@ class ReplicatedBlock(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(x: torch.Tensor) -> torch.Tensor:
-            return _moved(x, device_mesh, _SEQUENCE, _REPLICATED).to_local()
+            return as_dtensor(x, device_mesh, _SEQUENCE).full_tensor()
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
             first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
-            part = local_if_even(_moved(first, device_mesh, _REPLICATED, _SEQUENCE))
+            part = _split(device_mesh, first)
             return (part, *others) if isinstance(output, tuple) else part
 
         _pass_first_argument_alone(module, gather)
@@ -136,9 +132,9 @@ class ReplicatedBlock(ParallelStyle):
         return module
 
 
-def _moved(x: torch.Tensor, mesh: DeviceMesh, source: _Places, target: _Places) -> DTensor:
-    """Redistribute a stream. ``source`` has the placements of a plain tensor."""
-    return as_dtensor(x, mesh, source).redistribute(placements=target)
+def _split(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
+    """Return a rank's part of a stream. A plain tensor is the whole sequence."""
+    return local_if_even(as_dtensor(x, mesh, (Replicate(),)).redistribute(placements=_SEQUENCE))
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
