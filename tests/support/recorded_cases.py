@@ -30,7 +30,7 @@ from two_level import config_named
 from fp8_dist import convert_to_float8_training, update_float8_scales
 from fp8_dist.debug import record
 from fp8_dist.debug.replay import Finding, Replay
-from fp8_dist.linear import autograd, operands, rowwise_folded, weight
+from fp8_dist.linear import autograd, observing, operands, rowwise_folded, weight
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import (
     Float8ExpertsConfig,
@@ -349,9 +349,9 @@ def planted(fault: Fault) -> ExitStack:
     """A context in which a fault can happen."""
     patches: list[tuple[Any, str, Any]] = [(autograd, "_gemm", fault.gemm)]
     patches += [(functions, "send_rows", fault.send_rows), (dispatch, "_arrivals", fault.arrivals)]
-    for module in (operands, weight, rowwise_folded, autograd, functions):
+    for module in (operands, weight, rowwise_folded, observing, functions):
         patches.append((module, "observe", fault.observe(module.observe)))  # type: ignore[attr-defined]
-    for module in (autograd, functions):
+    for module in (observing, functions):
         wrong = fault.observe_multiply(module.observe_multiply)  # type: ignore[attr-defined]
         patches.append((module, "observe_multiply", wrong))
     stack = ExitStack()
