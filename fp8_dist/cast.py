@@ -147,26 +147,23 @@ def _check_dim(
 def cast_local(
     tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None
 ) -> Quantized:
-    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`."""
-    (quantized,) = cast_local_copies(tensor, CastPlan((scheme,)), local)
+    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`.
+
+    ``local``: the local tensor to cast, if ``tensor`` stores it in another form.
+    """
+    x = local_tensor(tensor) if local is None else local
+    (quantized,) = cast_local_copies(x, CastPlan((scheme,)), Layout.of(tensor))
     return quantized
 
 
-def cast_local_copies(
-    tensor: torch.Tensor,
-    plan: CastPlan,
-    local: torch.Tensor | None = None,
-) -> Copies:
-    """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
+def cast_local_copies(x: torch.Tensor, plan: CastPlan, layout: Layout | None = None) -> Copies:
+    """Cast a local tensor to float8 copies with the statistics of the global tensor.
 
-    Args:
-        tensor: a tensor or DTensor without Partial placements.
-        local: the local tensor to cast, if ``tensor`` stores it in another form.
+    ``layout``: the layout of the global tensor, without Partial placements.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
     :func:`fp8_dist.scaling.reduced_statistics`.
     """
-    x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     schemes = plan.schemes
     reduces = any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
     if reduces and len(schemes) > 1:
@@ -175,7 +172,7 @@ def cast_local_copies(
         copies: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            copies.update(zip(places, cast_local_copies(tensor, part, local), strict=True))
+            copies.update(zip(places, cast_local_copies(x, part, layout), strict=True))
         return [copies[n] for n in range(len(plan.of))]
     start, statistics = scaling.common_start(schemes, layout), None
     if reduces:

@@ -238,18 +238,18 @@ def _cast_operand(
     tensor: torch.Tensor, operand: Operand, plan: CastPlan, spec: LinearSpec
 ) -> tuple[Copies, Amaxes]:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
-    matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
+    layout = Layout.of(tensor)
+    local = as_matrix(tensor) if layout is None else mesh.local_tensor(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
     amaxes: Amaxes = {}
     if history is not None:
-        copies, amaxes[operand] = history.copies_of(matrix, plan)
-    elif is_input and not isinstance(tensor, DTensor):
+        copies, amaxes[operand] = history.copies_of(local, layout, plan)
+    elif is_input and layout is None:
         copies = cast_input(tensor, plan)
     else:
-        copies = cast_local_copies(matrix, plan)
+        copies = cast_local_copies(local, plan, layout)
     if is_observed():
-        source = Source(mesh.local_tensor(matrix), Layout.of(matrix))
-        observe(spec.owner, operand, source, copies, is_input)
+        observe(spec.owner, operand, Source(local, layout), copies, is_input)
     return copies, amaxes
 
 

@@ -393,12 +393,11 @@ class Float8Weight:
     def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
         """Cast a parameter; collectives as :meth:`statistics`."""
         layout, shard = self.layout(parameter), self.shard(parameter)
-        tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
+            return self.history.copies_of(shard, layout, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_local_copies(tensor, plan, shard)
+        return cast_local_copies(shard, plan, layout)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -429,8 +428,7 @@ class Float8Weight:
         layout, local = self.layout(parameter), local_tensor(parameter)
         shard = KnownWeight.unwrap(local)
         if self.history is not None:
-            tensor = shard if layout is None else layout.wrap(shard)
-            return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
+            return [self.history.statistics_of(shard, layout, self._kind(parameter))[0]]
         weight = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or weight is None:
             return measured(shard, schemes, layout)
@@ -455,8 +453,7 @@ class Float8Weight:
         """Return the statistics of a shard, or of the whole weight; cache them if DYNAMIC."""
         parameter, plan = self.master(), self.gather_plan()
         if self.history is not None:
-            tensor = plan.layout.wrap(shard)
-            return self.history.statistics_of(tensor, self._kind(parameter))[0]
+            return self.history.statistics_of(shard, plan.layout, self._kind(parameter))[0]
         cache.check(parameter)
         return self._look_up_or_measure(cache, plan.kept, shard, self.schemes, parameter)[0]
 
@@ -544,8 +541,8 @@ class Float8Weight:
         # Autograd can't save inference tensors. (It records no operators on a detached shard.)
         with torch.inference_mode(False):
             if self.history is not None and not needs_op():
-                kind = self._kind(parameter)
-                (quantized,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
+                how = plan.layout, plan.cast, self._kind(parameter)
+                (quantized,), _ = self.history.copies_of(shard, *how)
             else:
                 statistics: Statistics
                 if needs_op():
