@@ -6,22 +6,10 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from fp8_dist import scaling
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced, with_local
-from fp8_dist.scaling import (
-    CastPlan,
-    Dense,
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-    cast,
-    common_start,
-    covering,
-    measure,
-    reduced_statistics,
-    reduction_groups,
-)
+from fp8_dist.scaling import CastPlan, Dense, Quantized, Scales, Scheme, Statistics
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import wrong_type
 from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
@@ -91,7 +79,7 @@ def cast_to_float8(
             "ScalingType.DYNAMIC"
         )
     if dim is not None:
-        scheme = covering((dim % tensor.ndim,), scheme, tensor.ndim)
+        scheme = scaling.covering((dim % tensor.ndim,), scheme, tensor.ndim)
     return _CastToFloat8.apply(reduced(tensor), scheme)
 
 
@@ -159,41 +147,38 @@ def _check_dim(
 def cast_local(
     tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None
 ) -> Quantized:
-    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`."""
-    (quantized,) = cast_local_copies(tensor, CastPlan((scheme,)), local)
+    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`.
+
+    ``local``: the local tensor to cast, if ``tensor`` stores it in another form.
+    """
+    x = local_tensor(tensor) if local is None else local
+    (quantized,) = cast_local_copies(x, CastPlan((scheme,)), Layout.of(tensor))
     return quantized
 
 
-def cast_local_copies(
-    tensor: torch.Tensor,
-    plan: CastPlan,
-    local: torch.Tensor | None = None,
-) -> Copies:
-    """Cast the local part of a tensor to float8 copies with the statistics of the global tensor.
+def cast_local_copies(x: torch.Tensor, plan: CastPlan, layout: Layout | None = None) -> Copies:
+    """Cast a local tensor to float8 copies with the statistics of the global tensor.
 
-    Args:
-        tensor: a tensor or DTensor without Partial placements.
-        local: the local tensor to cast, if ``tensor`` stores it in another form.
+    ``layout``: the layout of the global tensor, without Partial placements.
 
     Collectives: at most one all-reduce of the statistics for each scheme, see
     :func:`fp8_dist.scaling.reduced_statistics`.
     """
-    x, layout = local_tensor(tensor) if local is None else local, Layout.of(tensor)
     schemes = plan.schemes
-    reduces = any(reduction_groups(scheme, layout) for scheme in schemes)
+    reduces = any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
         copies: dict[int, Quantized] = {}
         for i in range(len(schemes)):
             part, places = plan.part(i)
-            copies.update(zip(places, cast_local_copies(tensor, part, local), strict=True))
+            copies.update(zip(places, cast_local_copies(x, part, layout), strict=True))
         return [copies[n] for n in range(len(plan.of))]
-    start, statistics = common_start(schemes, layout), None
+    start, statistics = scaling.common_start(schemes, layout), None
     if reduces:
-        (measured,) = measure(x, schemes, start)
-        statistics = [reduced_statistics(schemes[0], measured, layout)]
-    scales, data = cast(x, plan, statistics, start, saturate=not reduces)
+        (measured,) = scaling.measure(x, schemes, start)
+        statistics = [scaling.reduced_statistics(schemes[0], measured, layout)]
+    scales, data = scaling.cast(x, plan, statistics, start, saturate=not reduces)
     return as_copies(plan, data, scales, layout)
 
 
@@ -206,7 +191,7 @@ def cast_by(
         statistics: the statistics for each scheme of the plan.
         layout: the layout of the global tensor.
     """
-    scales, data = cast(x, plan, statistics, common_start(plan.schemes, layout))
+    scales, data = scaling.cast(x, plan, statistics, scaling.common_start(plan.schemes, layout))
     return as_copies(plan, data, scales, layout)
 
 

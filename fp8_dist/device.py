@@ -59,6 +59,12 @@ def short_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").removeprefix("float8_")
 
 
+def _nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) for other devices."""
+    is_nvidias = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if is_nvidias else (0, 0)
+
+
 @cache
 def device_has_float8_gemm(device: torch.device) -> bool:
     """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
@@ -66,11 +72,8 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
     gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    if torch.version.hip is not None:
-        return rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    is_amds = device.type == "cuda" and rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
+    return is_amds or (torch.cuda.is_available() and _nvidia_capability(device) >= (8, 9))
 
 
 @constant_in_graphs
@@ -81,10 +84,8 @@ def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
     which Triton truncates. AMD's are not used, because their formats and rounding differ between
     generations.
     """
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return is_known and _nvidia_capability(device) >= (9, 0)
 
 
 @constant_in_graphs
@@ -118,11 +119,9 @@ def device_has_grouped_gemm(device: torch.device) -> bool:
     These are NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), and AMD's gfx942
     and gfx950.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return False
-    if torch.version.hip is not None:
-        return rocm_arch() in ("gfx942", "gfx950")
-    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    is_amds = device.type == "cuda" and rocm_arch() in ("gfx942", "gfx950")
+    capabilities = (9, 0), (10, 0)
+    return is_amds or (torch.cuda.is_available() and _nvidia_capability(device) in capabilities)
 
 
 # The recipe whose blocks each kind of device multiplies in float8.

@@ -42,10 +42,8 @@ try:
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.distributed import _functional_collectives
     from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
-    from torch.distributed._functional_collectives import (
-        AsyncCollectiveTensor as AsyncCollectiveTensor,
-    )
     from torch.distributed.distributed_c10d import _resolve_process_group
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -53,18 +51,16 @@ try:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import (
-        _disable_current_modes,
-        _get_current_dispatch_mode_stack,
-        is_in_torch_dispatch_mode,
-    )
-    from torch.utils._pytree import tree_leaves as tree_leaves
-    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils import _python_dispatch, _pytree
 
+    AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
+    TorchDispatchMode = _python_dispatch.TorchDispatchMode
+    tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
-    without_dispatch_modes = _disable_current_modes
+    without_dispatch_modes = _python_dispatch._disable_current_modes
+    _dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+    _is_in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -384,11 +380,6 @@ def runs_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return hooked and "_optimizer_step_post_hooks" in vars(optimizer)
 
 
-def has_hooks_after_accumulation(parameter: torch.Tensor) -> bool:
-    """Whether a parameter has post-accumulate-grad hooks, which may update it in the backward."""
-    return bool(parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
-
-
 def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy the attributes of a parameter to another one, which shares its hooks.
 
@@ -498,13 +489,13 @@ def is_selectively_checkpointed() -> bool:
     """Whether selective activation checkpointing is active, including its recomputation."""
     return bool(_len_torch_dispatch_stack()) and any(
         type(mode).__module__ == create_selective_checkpoint_contexts.__module__
-        for mode in _get_current_dispatch_mode_stack()
+        for mode in _dispatch_modes()
     )
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
     """Disable dispatch modes, such as FakeTensorMode, for operators on the host."""
-    return without_dispatch_modes() if is_in_torch_dispatch_mode() else nullcontext()
+    return without_dispatch_modes() if _is_in_dispatch_mode() else nullcontext()
 
 
 def has_dispatch_modes() -> bool:
@@ -613,14 +604,9 @@ class FsdpParameter:
         return self.own.shard_mesh_from_root
 
     @property
-    def param_dtype(self) -> torch.dtype | None:
-        """The dtype of a gather without hooks; None: the parameter's own."""
-        return self.own.mp_policy.param_dtype
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether FSDP2 found all-gather hooks on the local tensor."""
-        return hasattr(self.own, "_extensions_data")
+    def gathered_as(self) -> torch.dtype | None:
+        """The dtype of the gather; None if it is the parameter's own, or hooks choose it."""
+        return None if hasattr(self.own, "_extensions_data") else self.own.mp_policy.param_dtype
 
     def replace_local(self, local: Any) -> None:
         """Replace the local tensor by a wrapper of it."""
@@ -699,15 +685,20 @@ def without_fsdp_gradient(parameter: Any) -> Any:
     return stand_in
 
 
-def have_gradients(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether any of these parameters may have a gradient, perhaps held by FSDP or a hook."""
+def have_gradients(leaves: Iterable[Any], parameters: Iterable[FsdpParameter]) -> bool:
+    """Whether any leaf of autograd's graph may have a gradient, perhaps held by FSDP or a hook.
+
+    A hook may accumulate gradients elsewhere, for instance in fp32, or update the leaf.
+
+    ``parameters``: those of FSDP2 that may be among the leaves.
+    """
     in_fsdp = {
         id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
-        for param in fsdp_parameters(fsdp_groups())
+        for param in parameters
     }
     return any(
         leaf.grad is not None
-        or has_hooks_after_accumulation(leaf)
+        or leaf._post_accumulate_grad_hooks
         or getattr(leaf, "_saved_grad_shard", None) is not None  # of FSDP1
         or in_fsdp.get(id(leaf), False)
         for leaf in leaves

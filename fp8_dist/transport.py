@@ -12,15 +12,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import pad
 
+from fp8_dist import mesh
 from fp8_dist.kernels import encoding
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    has_strided_placements,
-    local_tensor,
-    redistributed,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, Placements
 from fp8_dist.torch_internals import funcol
 
 # Encoding of numbers on the wire; None for their own dtype.
@@ -216,13 +210,13 @@ def start_reduction(
     """
     may_encode = transport is not None and tensor.device_mesh.size() > 1 and tensor.numel() > 0
     is_sum = may_encode and tensor.placements[0] == Partial() and not placements[0].is_partial()
-    if not is_sum or has_strided_placements(placements):
-        return redistributed(tensor, placements)
+    if not is_sum or mesh.has_strided_placements(placements):
+        return mesh.redistributed(tensor, placements)
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
-    mesh, local = tensor.device_mesh, local_tensor(tensor)
-    ranks, coordinate = mesh.size(), mesh.get_coordinate()
+    device_mesh, local = tensor.device_mesh, mesh.local_tensor(tensor)
+    ranks, coordinate = device_mesh.size(), device_mesh.get_coordinate()
     assert coordinate is not None
-    dim = sharded_dim(placements[0], tensor.ndim)
+    dim = mesh.sharded_dim(placements[0], tensor.ndim)
     if dim is None:
         local, dim = local.reshape(-1, local.shape[-1]), 0
     size = local.shape[dim]
@@ -231,8 +225,8 @@ def start_reduction(
         local = pad(local, (0, 0) * (local.ndim - 1 - dim) + (0, chunk * ranks - size))
     pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
     runs = runs_of([Part(pieces.shape[-1], transport)])
-    received = start_all_to_all(encode(pieces, runs, pieces.dtype), mesh.get_group())
-    layout = Layout(mesh, placements, tensor.shape)
+    received = start_all_to_all(encode(pieces, runs, pieces.dtype), device_mesh.get_group())
+    layout = Layout(device_mesh, placements, tensor.shape)
     return Reduction(received, pieces[coordinate[0]], runs, coordinate[0], layout)
 
 
@@ -242,7 +236,7 @@ def finish_reduction(started: DTensor | Reduction) -> DTensor:
         return started
     received, local, runs, rank, layout = started
     total = sum_decoded(funcol.wait_tensor(received), runs, local.dtype, local, rank)
-    dim = sharded_dim(layout.placements[0], len(layout.shape))
+    dim = mesh.sharded_dim(layout.placements[0], len(layout.shape))
     if dim is None:
         wire = _gathered(encode(total, runs, local.dtype), layout.mesh.get_group())
         rows = decode(wire, runs, local.dtype).to(local.dtype)

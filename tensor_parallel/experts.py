@@ -63,7 +63,7 @@ class _ExpertsStyle(CheckedStyle):
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         for weight in weights_of(module).values():
             if (stored := weight.stored()) and not isinstance(stored.scales, DTensor):
-                weight.place_scales(stored.scales, device_mesh)
+                weight.place_scales(stored.scales)
         attach_statistics(weights_of(module).values())
         return module
 

@@ -162,7 +162,8 @@ class _CastInput(torch.autograd.Function):
         ctx: Any, input: Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
     ) -> Tensor:
         if history is not None:
-            (quantized,), _ = history.copies_of(input, CastPlan((scheme,)), shared)
+            x, layout = local_tensor(input), Layout.of(input)
+            (quantized,), _ = history.copies_of(x, layout, CastPlan((scheme,)), shared)
         else:
             quantized = cast_local(input, scheme)
         prepared = as_float8_of(input, quantized)

@@ -116,7 +116,7 @@ class _Float8LinearStyle(CheckedStyle):
         scales = module._parameters.pop(weight.scales_name, None)  # not placed like the weight
         self._partition_linear_fn(name, module, mesh)  # type: ignore[attr-defined]  # torch's style
         if scales is not None:
-            weight.place_scales(scales, mesh)
+            weight.place_scales(scales)
         attach_statistics([weight])
 
 

@@ -94,7 +94,7 @@ def first_difference(
 
     Args:
         facts: values by name. Their order is compared, too. If any rank passes an earlier
-            difference under the name ``_KNOWN``, all ranks return that difference.
+            difference under the name ``_PASSED_ON``, all ranks return that difference.
         groups: this rank's process group for each axis of a mesh, or one group of all ranks.
         device: the type of the devices that communicate.
 

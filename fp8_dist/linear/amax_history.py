@@ -45,7 +45,7 @@ from fp8_dist.cast import Copies, as_copies
 from fp8_dist.device import is_captured
 from fp8_dist.kernels import amax, cast_and_measure, empty_copies
 from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
-from fp8_dist.mesh import Layout, all_reduce_max, groups_over, local_tensor
+from fp8_dist.mesh import Layout, all_reduce_max, groups_over
 from fp8_dist.scaling import CastPlan, Dense, Statistics, cast, reduction_groups
 from fp8_dist.torch_internals import is_selectively_checkpointed
 
@@ -94,37 +94,41 @@ class AmaxHistory:
         self._recorded_in = None
 
     def statistics_of(
-        self, tensor: torch.Tensor, shared: int = 0
+        self, x: torch.Tensor, layout: Layout | None, shared: int
     ) -> tuple[Statistics, torch.Tensor]:
-        """Return the statistics to cast a tensor with, and its local amax.
+        """Return the statistics to cast a local tensor with, and its amax.
 
         Both are NaN if the tensor holds a non-finite value.
 
-        ``shared``: as in :meth:`copies_of`.
+        ``layout``, ``shared``: as in :meth:`copies_of`.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
-        groups, local = self._groups(tensor), local_tensor(tensor)
+        groups = list(reduction_groups(self.scheme, layout))
         if needs_op():
-            statistic, value = history_statistic.overload(local, self._handle, shared, groups)
+            statistic, value = history_statistic.overload(x, self._handle, shared, groups)
             return (statistic,), value
-        return self._statistics_of_local(local, groups, shared)
+        return self._statistics_of_local(x, groups, shared)
 
     def copies_of(
-        self, tensor: torch.Tensor, plan: CastPlan, shared: int = 0
+        self, x: torch.Tensor, layout: Layout | None, plan: CastPlan, shared: int = 0
     ) -> tuple[Copies, torch.Tensor]:
-        """Cast a tensor's local part to float8 copies; return them, and the local amax.
+        """Cast a local tensor to float8 copies; return them, and its amax.
 
-        ``shared``: 0 keeps no amax for :meth:`last_of`. Inputs that a module's layers share are
-        numbered from 1 on, and their amax is kept. 1 for a trained weight; FROZEN for a weight that
-        is scaled by its own amax.
+        Args:
+            layout: the layout of the global tensor.
+            shared: 0 keeps no amax for :meth:`last_of`. Inputs that a module's layers share are
+                numbered from 1 on, and their amax is kept. 1 for a trained weight; FROZEN for a
+                weight that is scaled by its own amax.
+
+        Collectives: as :meth:`statistics_of`.
         """
-        x, groups = local_tensor(tensor), self._groups(tensor)
+        groups = list(reduction_groups(self.scheme, layout))
         if torch.compiler.is_compiling():
             args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
             value, scale, *data = history_copies.overload(*args)
         elif is_selectively_checkpointed():
-            statistics, value = self.statistics_of(tensor, shared)
+            statistics, value = self.statistics_of(x, layout, shared)
             ((scale,),), data = cast(x, plan, [statistics], (0, 0))
         else:
             value, scale, *data = self._cast_local(x, plan, groups, shared)
@@ -155,9 +159,6 @@ class AmaxHistory:
             current = value if self.current is None else self.current.to(value.device)
             # Layers that share an input record one amax.
             self.current = value if current is value else torch.maximum(current, value)
-
-    def _groups(self, tensor: torch.Tensor) -> list[str]:
-        return list(reduction_groups(self.scheme, Layout.of(tensor)))
 
     def _cast_local(
         self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str], shared: int
@@ -256,19 +257,15 @@ def record_amaxes(
     return after.clone()
 
 
-def _number(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty((), dtype=torch.float32)
+def _two_numbers(x: torch.Tensor) -> list[torch.Tensor]:
+    return [x.new_empty((), dtype=torch.float32) for _ in range(2)]
 
 
 history_copies.register_fake(
-    lambda x, handle, dtype, transposed, *_: [
-        _number(x),
-        _number(x),
-        *empty_copies(x, dtype, transposed),
-    ]
+    lambda x, handle, dtype, transposed, *_: _two_numbers(x) + empty_copies(x, dtype, transposed)
 )
-history_statistic.register_fake(lambda x, *_: [_number(x), _number(x)])
-last_amax.register_fake(lambda scale, handle: _number(scale))
+history_statistic.register_fake(lambda x, *_: _two_numbers(x))
+last_amax.register_fake(lambda scale, handle: scale.new_empty((), dtype=torch.float32))
 record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
 
 

@@ -18,39 +18,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist import mesh
+from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.linear import observing, operands
 from fp8_dist.linear.amax_history import record_amaxes
-from fp8_dist.linear.observing import (
-    Product,
-    Source,
-    are_gemms_observed,
-    is_observed,
-    observe,
-    observe_gemm,
-    observe_multiply,
-)
-from fp8_dist.linear.operands import (
-    Amaxes,
-    LinearSpec,
-    Local,
-    Recast,
-    WeightCasts,
-    prepare_gradients,
-    prepare_operand,
-    wait_local,
-)
-from fp8_dist.mesh import (
-    Layout,
-    linear_layouts,
-    local_tensor,
-    normalized,
-    redistributed,
-    reduced,
-    with_local,
-)
+from fp8_dist.linear.operands import Amaxes, LinearSpec, Local, Recast, WeightCasts
+from fp8_dist.mesh import Layout
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, multiply
-from fp8_dist.torch_internals import backward_id, backward_runs, have_gradients
 from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -87,7 +63,7 @@ def float8_linear(
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
         return _LinearFunction.apply(input, weight, bias, spec, specs, *arguments)
     if spec.output_placements is not None:
-        spec = spec._replace(output_placements=normalized(spec.output_placements, input.ndim))
+        spec = spec._replace(output_placements=mesh.normalized(spec.output_placements, input.ndim))
     output = _LinearFunction.apply(input, weight, None, spec, specs, *arguments)
     if bias is None and spec.output_placements in (None, output.placements):
         return output
@@ -163,8 +139,9 @@ def _gemm(
         right = right.scheme.for_rows(right, layouts[1])
     transposed = gemm == "grad_weight", gemm == "output"
     result = multiply(left, right, transposed, out_dtype, options)
-    if is_observed():
-        observe_multiply(spec.owner, Product(gemm, left, right, result, options, layouts))
+    if observing.is_observed():
+        product = observing.Product(gemm, left, right, result, options, layouts)
+        observing.observe_multiply(spec.owner, product)
     return result
 
 
@@ -243,11 +220,12 @@ _last_pass = _Pass()
 def _pass_of(node: Any) -> _Pass:
     """Facts about the backward pass that runs a node."""
     global _last_pass
-    if _last_pass.number != backward_id():
-        leaves = [leaf.variable for leaf in _leaves(node) if backward_runs(leaf)]
+    if _last_pass.number != internals.backward_id():
+        leaves = [leaf.variable for leaf in _leaves(node) if internals.backward_runs(leaf)]
         parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-        begins = bool(parameters) and not have_gradients(parameters)
-        _last_pass = _Pass(backward_id(), bool(leaves), begins)
+        in_fsdp = internals.fsdp_parameters(internals.fsdp_groups())
+        begins = bool(parameters) and not internals.have_gradients(parameters, in_fsdp)
+        _last_pass = _Pass(internals.backward_id(), bool(leaves), begins)
     return _last_pass
 
 
@@ -263,7 +241,8 @@ def _is_training_pass(node: Any) -> tuple[bool, bool | None]:
     if weight_node is None:  # the weight is frozen
         return _pass_of(node).accumulates, _pass_of(node).begins
     is_leaf = isinstance(getattr(weight_node, "variable", None), torch.Tensor)
-    return backward_runs(weight_node) is not False, None if is_leaf else _pass_of(node).begins
+    runs = internals.backward_runs(weight_node) is not False
+    return runs, None if is_leaf else _pass_of(node).begins
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -286,20 +265,21 @@ class _LinearFunction(torch.autograd.Function):
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
             placements = x_layout.placements, w_layout.placements
-            layouts = linear_layouts(*placements, input.ndim, spec.fqn)
+            layouts = mesh.linear_layouts(*placements, input.ndim, spec.fqn)
         # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
         # spec.training decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
-        x, amaxes = prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
+        x, amaxes = operands.prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
         output_spec, grad_input_spec, recast_spec = specs
-        w = local_tensor(weight) if output_spec is None else output_spec.operand(flat)
+        w = mesh.local_tensor(weight) if output_spec is None else output_spec.operand(flat)
         if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
             w = _recorded(w, spec.owner, amaxes)  # there is no backward
         # Wait for the gather of the input only here, where the weight's cast has been issued.
         uses = spec.config.recipe.uses["input"]
-        left = wait_local(x["output"], uses["output"])
+        waited = {gemm: operands.wait_local(x[gemm], uses[gemm]) for gemm in gemms}
+        left = waited["output"]
         gathered = x_layout
         if layouts is not None and x_layout is not None:
             gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
@@ -316,9 +296,9 @@ class _LinearFunction(torch.autograd.Function):
         elif needs_input and grad_input_spec is not None:
             right = grad_input_spec.operand(flat)
         elif needs_input:
-            right = local_tensor(weight)
+            right = mesh.local_tensor(weight)
         # Save plain tensors, so that hooks on saved tensors see the real bytes.
-        saved_input = wait_local(x["grad_weight"], uses["grad_weight"]) if needs_weight else None
+        saved_input = waited.get("grad_weight")
         saved, ctx.specs = flattened(saved_input, right, recast, *amaxes.values())
         ctx.names = tuple(amaxes)
         ctx.unused = (None,) * (2 + len(flat))
@@ -327,9 +307,9 @@ class _LinearFunction(torch.autograd.Function):
         if w_layout is not None and layouts is not None:
             shape = torch.Size((*input.shape[:-1], weight.shape[0]))
             output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        if are_gemms_observed():
+        if observing.are_gemms_observed():
             ctx.high = high = input.detach(), spec.owner.high_precision(weight)
-            observe_gemm(spec.owner, "output", *high, output)
+            observing.observe_gemm(spec.owner, "output", *high, output)
         if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
         return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
@@ -341,7 +321,7 @@ class _LinearFunction(torch.autograd.Function):
         if grad is None:
             return None, None, None, *unused
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad = reduced(grad)
+        grad = mesh.reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         spec, layouts = ctx.spec, ctx.layouts
         records, begins = _is_training_pass(ctx) if spec.histories else (False, None)
@@ -358,18 +338,19 @@ class _LinearFunction(torch.autograd.Function):
         w = w_spec.operand(saved) if needs_input else None
         if w is not None and recast_spec is not None:
             w = _recast(w, recast_spec.recast(saved), grad, spec)
-        operands, grad_amaxes = prepare_gradients(grad, layouts and layouts.grad_output, x, w, spec)
+        placements = layouts and layouts.grad_output
+        pairs, grad_amaxes = operands.prepare_gradients(grad, placements, x, w, spec)
         if records:
-            in_float8 = [gemm for gemm, (_, x) in operands.items() if isinstance(x, Quantized)]
-            gemm = [*in_float8, *operands][0]
-            left, right = operands[gemm]
-            operands[gemm] = left, _recorded(right, spec.owner, amaxes | grad_amaxes, begins)
+            in_float8 = [gemm for gemm, (_, x) in pairs.items() if isinstance(x, Quantized)]
+            gemm = [*in_float8, *pairs][0]
+            left, right = pairs[gemm]
+            pairs[gemm] = left, _recorded(right, spec.owner, amaxes | grad_amaxes, begins)
         grad_input = grad_weight = moving = grad_layout = None
         if layouts is not None:
-            grad_layout = ctx.x_layout._replace(placements=layouts.grad_output, shape=grad.shape)
+            grad_layout = ctx.x_layout._replace(placements=placements, shape=grad.shape)
         if needs_input:
-            left, right = operands["grad_input"]
-            left = wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
+            left, right = pairs["grad_input"]
+            left = operands.wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
             gemm_layouts = grad_layout, ctx.w_layout
             product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, gemm_layouts)
             grad_input = _unflattened(product, grad if layouts is None else left)
@@ -386,9 +367,9 @@ class _LinearFunction(torch.autograd.Function):
                 )
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
-            left, right = operands["grad_weight"]
+            left, right = pairs["grad_weight"]
             scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
-            left = wait_local(left, scheme)
+            left = operands.wait_local(left, scheme)
             gemm_layouts = grad_layout, ctx.gathered
             grad_weight = _gemm(left, right, "grad_weight", spec, dtype, gemm_layouts)
             if layouts is not None:
@@ -396,13 +377,13 @@ class _LinearFunction(torch.autograd.Function):
                 grad_weight = layout.wrap(grad_weight)
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if moving is None else finish_reduction(moving)
-        if are_gemms_observed():
+        if observing.are_gemms_observed():
             # The forward may not have been observed. Remove the operands from ctx, which lives as
             # long as the graph.
             high_input, high_weight = getattr(ctx, "high", (None, None))
             ctx.high = None, None
-            observe_gemm(spec.owner, "grad_input", grad, high_weight, grad_input)
-            observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
+            observing.observe_gemm(spec.owner, "grad_input", grad, high_weight, grad_input)
+            observing.observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
         return grad_input, grad_weight, grad_bias, *unused
 
 
@@ -415,7 +396,7 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
     if layout.shape[-1] == features:
         return input
     shape = torch.Size((*layout.shape[:-1], features))
-    return layout._replace(shape=shape).wrap(local_tensor(input))
+    return layout._replace(shape=shape).wrap(mesh.local_tensor(input))
 
 
 def _recast(
@@ -426,11 +407,11 @@ def _recast(
     The cast takes the gradient as an argument, because a graph would otherwise compute it in the
     forward and keep the float8 copy.
     """
-    local = local_tensor(weight)
-    w = recast.cast(local, after=local_tensor(grad))
-    if is_observed() and w.scheme != spec.config.recipe.uses["weight"]["output"]:
-        source = Source(local, spec.owner.forward_layout(weight))
-        observe(spec.owner, "weight", source, [w], repeats=False)
+    local = mesh.local_tensor(weight)
+    w = recast.cast(local, after=mesh.local_tensor(grad))
+    if observing.is_observed() and w.scheme != spec.config.recipe.uses["weight"]["output"]:
+        source = observing.Source(local, spec.owner.forward_layout(weight))
+        observing.observe(spec.owner, "weight", source, [w], repeats=False)
     return w
 
 
@@ -466,16 +447,18 @@ class _FinishOutput(torch.autograd.Function):
         ctx.spec, ctx.bias_layout = spec, Layout.of(bias)
         ctx.set_materialize_grads(False)
         finished = _finished(output, bias, spec)
+        if finished is not output:
+            return finished
         # If forward returned its input, autograd would make a view of it, through DTensor's
         # dispatch.
-        return with_local(output, local_tensor(output)) if finished is output else finished
+        return mesh.with_local(output, mesh.local_tensor(output))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
         if grad is None:
             return None, None, None
-        grad = reduced(grad)
+        grad = mesh.reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if ctx.needs_input_grad[1] else None
         return grad, grad_bias, None
 
@@ -493,7 +476,7 @@ def _finished(output: DTensor, bias: torch.Tensor | None, spec: LinearSpec) -> t
         summed = tuple(Replicate() if p.is_partial() else p for p in output.placements)
         output = reduced_to(output, placements or summed, transport)
     biased: DTensor = output + bias.to(output.dtype)  # type: ignore[assignment]
-    return biased if placements is None else redistributed(biased, placements)
+    return biased if placements is None else mesh.redistributed(biased, placements)
 
 
 def _bias_gradient(grad: torch.Tensor, bias_layout: Layout | None) -> torch.Tensor:

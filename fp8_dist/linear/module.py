@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
 from types import new_class
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,15 +17,9 @@ from fp8_dist.cast import check_layout, check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, check_config
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
+from fp8_dist.linear import checks
 from fp8_dist.linear.amax_history import AMAXES_KEY, AmaxHistory, load_histories
 from fp8_dist.linear.autograd import float8_linear
-from fp8_dist.linear.checks import (
-    check_alignment,
-    check_local_features,
-    check_mesh,
-    check_prepared,
-    check_summed_in_fp32,
-)
 from fp8_dist.linear.class_change import change_class, why_forward_is_kept
 from fp8_dist.linear.local_placements import LocalPlacements
 from fp8_dist.linear.operands import LinearSpec
@@ -36,20 +30,6 @@ from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
-
-# Attributes of a Float8Linear that an nn.Linear does not have.
-_OWN_ATTRIBUTES = (
-    "config",
-    "fqn",
-    "output_placements",
-    "reduce_transport",
-    "local_placements",
-    "histories",
-    "float8_weight",
-    "prepared_by",
-    "prepared_input",
-    "hidden_attributes",
-)
 
 
 class Float8Linear(nn.Linear):
@@ -84,9 +64,17 @@ class Float8Linear(nn.Linear):
         hidden_attributes: the nn.Linear's own ones of these names, for ``become_linear``.
     """
 
+    config: Float8LinearConfig
+    fqn: str
+    output_placements: Placements | None = None
+    reduce_transport: Encoding = None
+    local_placements: LocalPlacements | None = None
+    float8_weight: Float8Weight
     prepared_by: frozenset[str] = frozenset()
     prepared_input: AmaxHistory | None = None
-    plain_class: ClassVar[type[nn.Linear]] = nn.Linear  # the class before conversion
+    histories: dict[str, AmaxHistory]
+    hidden_attributes: dict[str, Any]
+    plain_class = nn.Linear  # the class before conversion
 
     def __init__(
         self,
@@ -151,9 +139,6 @@ class Float8Linear(nn.Linear):
         }
         self.config = config
         self.fqn = fqn or type(self).__name__
-        self.output_placements: Placements | None = None
-        self.reduce_transport: Encoding = None
-        self.local_placements: LocalPlacements | None = None
         recipe, length = self.config.recipe, self.config.amax_history_len
         self.histories = {
             str(operand): AmaxHistory(scheme, length) for operand, scheme in recipe.delayed.items()
@@ -236,21 +221,21 @@ class Float8Linear(nn.Linear):
                 "state_dict is the same), or export layer.to_linear()"
             )
         if not plain or isinstance(weight, DTensor):
-            check_mesh(weight, input, self.fqn)
+            checks.check_mesh(weight, input, self.fqn)
             if not (self.float8_weight.is_compared or compiling):
                 self.float8_weight.compare("the first forward")
         if transport is not None:
-            check_summed_in_fp32(input, transport, self.fqn)
+            checks.check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
-            check_alignment(self.config, parameter, input.device, self.fqn)
+            checks.check_alignment(self.config, parameter, input.device, self.fqn)
             if not plain:
-                check_local_features(weight, input, self.fqn)
+                checks.check_local_features(weight, input, self.fqn)
             if self.histories:
                 self.float8_weight.warn_if_not_synced()
         weight_casts = self.float8_weight.forward_casts(parameter, input.requires_grad)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
-            check_prepared(self.config, local, self.fqn)
+            checks.check_prepared(self.config, local, self.fqn)
         else:
             input = autocast(input)
             input = input if plain else reduced(input)
@@ -342,6 +327,10 @@ class Float8Linear(nn.Linear):
             self.float8_weight.compare("load_state_dict")
             saved, meshes = local_metadata.get(AMAXES_KEY, {}), self.float8_weight.meshes()
             load_histories(self.histories, saved, meshes, self.weight.device)
+
+
+# Attributes of a Float8Linear that an nn.Linear does not have.
+_OWN_ATTRIBUTES = tuple(Float8Linear.__annotations__)
 
 
 def become_float8(layer: nn.Linear, config: Float8LinearConfig | None, fqn: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fp8_dist import torch_internals as internals
 from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import Groups
@@ -22,14 +23,6 @@ from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.torch_internals import (
-    STAND_INS,
-    constant_in_graphs,
-    has_dispatch_modes,
-    in_backward,
-    innermost,
-    without_dispatch_modes,
-)
 
 # The float8 copies of an operand, by the GEMMs that take each.
 Casts = Mapping[tuple[Gemm, ...], Quantized]
@@ -155,7 +148,7 @@ _observers: dict[Observer, _Registration] = {}
 _eager = ExitStack()  # holds the stance "force_eager" while there is an observer
 
 
-@constant_in_graphs
+@internals.constant_in_graphs
 def is_observed() -> bool:
     """Whether an observer is registered; always False in a graph, which needs no guard for it.
 
@@ -189,8 +182,9 @@ def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
 
 def _notify(method: Callable[..., None], *arguments: Any) -> None:
     """Call an observer's method without gradients, outside dispatch modes."""
-    if torch.is_grad_enabled() or torch.is_inference_mode_enabled() or has_dispatch_modes():
-        with without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+    in_mode = torch.is_inference_mode_enabled() or internals.has_dispatch_modes()
+    if torch.is_grad_enabled() or in_mode:
+        with internals.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
             method(*arguments)
     else:  # in an autograd function, where entering these contexts would only cost time
         method(*arguments)
@@ -226,12 +220,12 @@ def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
 
 
 def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
-    if isinstance(source.high, STAND_INS):
+    if isinstance(source.high, internals.STAND_INS):
         return
-    source = source._replace(high=innermost(source.high))
+    source = source._replace(high=internals.innermost(source.high))
     for observer, block in [*_observers.items()]:
         new = lows
-        if repeats and in_backward():
+        if repeats and internals.in_backward():
             new = {g: low for g, low in lows.items() if (owner, operand, g) not in block.in_forward}
         elif repeats:
             block.in_forward.update((owner, operand, gemms) for gemms in lows)
@@ -241,7 +235,7 @@ def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats
 
 def observe_multiply(owner: Owner, product: Product) -> None:
     """Notify observers of a float8 GEMM."""
-    if isinstance(product.result, STAND_INS):
+    if isinstance(product.result, internals.STAND_INS):
         return
     for observer in [*_observers]:
         _notify(observer.on_multiply, owner, product)
@@ -255,7 +249,8 @@ def observe_gemm(
     result: torch.Tensor | None,
 ) -> None:
     """Notify observers of a GEMM, unless an operand is None or the backward repeats the forward."""
-    if left is None or right is None or result is None or (gemm == "output" and in_backward()):
+    is_repeated = gemm == "output" and internals.in_backward()
+    if left is None or right is None or result is None or is_repeated:
         return
     for observer in [observer for observer, block in _observers.items() if block.gemms]:
         _notify(observer.on_gemm, owner, gemm, left, right, result)

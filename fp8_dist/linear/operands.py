@@ -15,6 +15,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
+from fp8_dist import mesh
+from fp8_dist import torch_internals as internals
 from fp8_dist.cast import Copies, as_float8_of, cast_local_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import current_stream, is_captured
@@ -22,26 +24,12 @@ from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.linear.observing import Owner, Source, is_observed, observe, observe_prepared
 from fp8_dist.linear.rowwise_folded import folded_gradients
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    has_strided_placements,
-    local_tensor,
-    redistributed,
-    sharded_dim,
-)
+from fp8_dist.mesh import Layout, Placements
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Start, Statistics, cast
 from fp8_dist.tensor import Float8Tensor, quantized_as, scales_of
 from fp8_dist.tensor.stored import StoredFloat8
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    base_of,
-    cached_but_in_graphs,
-    can_skip_dispatch,
-    dtensor_local,
-    version_of,
-)
 from fp8_dist.transport import Encoding
 
 
@@ -103,7 +91,7 @@ Operands = dict[Gemm, Local]
 Amaxes = dict[str, torch.Tensor]
 
 
-@cached_but_in_graphs
+@internals.cached_but_in_graphs
 def scheme_of_move(
     schemes: tuple[Scheme | None, ...],
     placements: Placements,
@@ -123,12 +111,12 @@ def scheme_of_move(
     # Shards that consist of several pieces are not redistributed as float8.
     if (
         first is None
-        or has_strided_placements(placements)
+        or mesh.has_strided_placements(placements)
         or any(scheme != first for scheme in schemes)
     ):
         return None
     pairs = zip(placements, target or (), strict=True)
-    changed = [sharded_dim(now, ndim) for now, needed in pairs if now != needed]
+    changed = [mesh.sharded_dim(now, ndim) for now, needed in pairs if now != needed]
     can_move = first.can_move([dim for dim in changed if dim is not None], ndim)
     return first if can_move and (first.can_gather or placements == target) else None
 
@@ -156,7 +144,7 @@ def checked_scheme_of_move(
 
 def reason_to_move_high(scheme: Scheme, placements: Placements | None, ndim: int) -> str:
     """The reason why an operand does not move in float8 with this scheme, and what to do."""
-    if has_strided_placements(placements):
+    if mesh.has_strided_placements(placements):
         return (
             "ranks have several pieces of it (_StridedShard); redistribute it to Shard or "
             "Replicate first"
@@ -181,7 +169,7 @@ def prepare_operand(
         tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
         placements: the placements that the GEMMs need, if ``tensor`` is a DTensor.
     """
-    high = local_tensor(tensor)
+    high = mesh.local_tensor(tensor)
     if isinstance(high, Float8Tensor):
         amaxes: Amaxes = {}
         if spec.prepared_input is not None and spec.training:
@@ -198,7 +186,7 @@ def prepare_operand(
                 (cast,), amaxes = _cast_operand(tensor, operand, CastPlan((scheme,)), spec)
                 return dict.fromkeys(gemms, _moved(as_float8_of(tensor, cast), placements)), amaxes
             tensor = tensor.redistribute(placements=placements)
-            high = local_tensor(tensor)
+            high = mesh.local_tensor(tensor)
     plan, places = spec.config.recipe.copies(operand, gemms, tensor.device)
     copies, amaxes = _cast_operand(tensor, operand, plan, spec) if plan.of else ((), {})
     return {
@@ -240,7 +228,7 @@ def prepare_gradients(
         # One GEMM is in high precision, so grad_output is moved once, in high precision.
         if isinstance(grad, DTensor) and grad.placements != placements:
             grad = grad.redistribute(placements=placements)
-        pairs = {gemm: (local_tensor(grad), right[gemm]) for gemm in gemms}
+        pairs = {gemm: (mesh.local_tensor(grad), right[gemm]) for gemm in gemms}
     plan, _ = spec.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
     transposed = any(plan.transposed)
     return pairs | folded_gradients(grad, scheme, placements, folds, transposed, spec.owner), {}
@@ -250,18 +238,18 @@ def _cast_operand(
     tensor: torch.Tensor, operand: Operand, plan: CastPlan, spec: LinearSpec
 ) -> tuple[Copies, Amaxes]:
     """Cast the local part of an operand to float8 copies. A plain tensor is cast as a matrix."""
-    matrix = tensor if isinstance(tensor, DTensor) else as_matrix(tensor)
+    layout = Layout.of(tensor)
+    local = as_matrix(tensor) if layout is None else mesh.local_tensor(tensor)
     history, is_input = spec.histories.get(operand), operand == "input"
     amaxes: Amaxes = {}
     if history is not None:
-        copies, amaxes[operand] = history.copies_of(matrix, plan)
-    elif is_input and not isinstance(tensor, DTensor):
+        copies, amaxes[operand] = history.copies_of(local, layout, plan)
+    elif is_input and layout is None:
         copies = cast_input(tensor, plan)
     else:
-        copies = cast_local_copies(matrix, plan)
+        copies = cast_local_copies(local, plan, layout)
     if is_observed():
-        source = Source(local_tensor(matrix), Layout.of(matrix))
-        observe(spec.owner, operand, source, copies, is_input)
+        observe(spec.owner, operand, Source(local, layout), copies, is_input)
     return copies, amaxes
 
 
@@ -294,9 +282,9 @@ _cached_cast: _CachedCast | None = None  # the last cast
 
 def _cache_key(x: torch.Tensor) -> Any:
     """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
-    if not can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must contain the cast
+    if not internals.can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must contain the cast
         return None
-    if (version := version_of(x)) is None:
+    if (version := internals.version_of(x)) is None:
         return None
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
@@ -305,7 +293,7 @@ def _cache_key(x: torch.Tensor) -> Any:
 def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
     """The plan and the copies that are cached for ``x`` and this key, if they still exist."""
     cached = _cached_cast  # another thread may replace it
-    if cached is None or cached.source() is not base_of(x) or cached.key != key:
+    if cached is None or cached.source() is not internals.base_of(x) or cached.key != key:
         return None
     if (data := cached.data()) is None:
         return None
@@ -320,7 +308,7 @@ def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> No
     *unsaved, saved = copies
     data = ref(saved.qdata, _drop_cast)
     saved = saved._replace(qdata=saved.scales[0])
-    _cached_cast = _CachedCast(ref(base_of(x)), key, plan, unsaved, data, saved)
+    _cached_cast = _CachedCast(ref(internals.base_of(x)), key, plan, unsaved, data, saved)
 
 
 def _drop_cast(data: ReferenceType[torch.Tensor]) -> None:
@@ -336,14 +324,14 @@ def _moved(tensor: torch.Tensor, placements: Placements | None) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     assert placements is not None
-    return dtensor_local(redistributed(tensor, placements))
+    return internals.dtensor_local(mesh.redistributed(tensor, placements))
 
 
 def wait_local(operand: Local, scheme: Scheme | None) -> Local:
     """Wait for an operand that may be in flight; ``scheme``: the scheme of a float8 operand."""
     if isinstance(operand, Quantized):
         return operand
-    local = local_tensor(operand)
+    local = mesh.local_tensor(operand)
     if not isinstance(local, Float8Tensor):
         return local
     assert scheme is not None

@@ -12,21 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
+from torch.optim import optimizer as step_hooks
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp8_dist.torch_internals import (
-    backward_id,
-    disabled_in_graphs,
-    in_backward,
-    runs_step_hooks,
-    when_backward_ends,
-)
+from fp8_dist import torch_internals as internals
 
 # The attribute of an optimizer that holds the calls after its steps. (In a global table, a call
 # would keep its module alive, and with it an optimizer that is an attribute of the module.)
@@ -45,17 +36,17 @@ def after_steps(optimizers: Sequence[Optimizer], call: Callable[[], None]) -> Re
     ``call`` runs in a global hook, because torch runs global hooks after an optimizer's own
     post-step hooks, which may write to weights.
     """
-    _register_once(register_optimizer_step_post_hook, _on_optimizer_step)
+    _register_once(step_hooks.register_optimizer_step_post_hook, _on_optimizer_step)
     queued_in: int | None = None  # the last backward pass that the call was queued for
 
     def stepped(is_last: bool) -> None:
         nonlocal queued_in
-        if not in_backward():
+        if not internals.in_backward():
             if is_last:
                 call()
-        elif queued_in != backward_id():
-            queued_in = backward_id()
-            when_backward_ends(call)
+        elif queued_in != internals.backward_id():
+            queued_in = internals.backward_id()
+            internals.when_backward_ends(call)
 
     calls: list[OrderedDict[int, Callable[[], None]]] = [
         vars(optimizer).setdefault(_CALLS, OrderedDict()) for optimizer in optimizers
@@ -75,13 +66,13 @@ def note_replaced(
         new: the new parameter ``name`` of the module.
         fqn: the name of the module, for messages.
     """
-    _register_once(register_optimizer_step_pre_hook, check_not_replaced)
+    _register_once(step_hooks.register_optimizer_step_pre_hook, check_not_replaced)
     _replaced.pop(new, None)
     if old not in _replaced:
         _replaced[old] = weakref.ref(module), name, fqn
 
 
-@disabled_in_graphs()
+@internals.disabled_in_graphs()
 def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
     """Check that no parameter of an optimizer was replaced by one that is trained.
 
@@ -108,7 +99,7 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
     a learning rate scheduler), or the optimizers that a container iterates over (torchtitan's
     OptimizersContainer, a list).
     """
-    if isinstance(optimizer, Optimizer) and runs_step_hooks(optimizer):
+    if isinstance(optimizer, Optimizer) and internals.runs_step_hooks(optimizer):
         return [optimizer]
     if (wrapped := getattr(optimizer, "optimizer", None)) is not None:
         return hooked_optimizers(wrapped)
@@ -132,7 +123,7 @@ def _register_once(register: Callable[..., RemovableHandle], hook: Callable[...,
     register(hook)
 
 
-@disabled_in_graphs()
+@internals.disabled_in_graphs()
 def _on_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for call in list(vars(optimizer).get(_CALLS, {}).values()):
         call()

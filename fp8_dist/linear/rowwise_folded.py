@@ -42,20 +42,13 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
+from fp8_dist import mesh
 from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.observing import Owner, Source, is_observed, observe
-from fp8_dist.mesh import (
-    Layout,
-    Placements,
-    has_strided_placements,
-    local_pieces,
-    local_tensor,
-    sharded_dim,
-    taken,
-)
+from fp8_dist.mesh import Layout, Placements
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
 from fp8_dist.tensor import Float8Tensor
@@ -74,8 +67,8 @@ def folded_gradients(
     Args:
         grad, placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
         scheme: the scheme of grad_output, with one scale per row.
-        right: the right operand of each GEMM: for grad_input the local weight ``[N, K]`` with
-            scales s, for grad_weight the local input ``[..., K]`` with scales t.
+        right: the right operand of each GEMM: first, for grad_input, the local weight ``[N, K]``
+            with scales s, then, for grad_weight, the local input ``[..., K]`` with scales t.
         transposed: write g2 transposed, if the gradient is local.
 
     Returns:
@@ -92,29 +85,25 @@ def folded_gradients(
     if isinstance(grad, DTensor):
         assert placements is not None
         current = tuple(grad.placements)
-        splits_rows = grad.ndim - 1 in [sharded_dim(p, grad.ndim) for p in (*current, *placements)]
-        if current != placements and (splits_rows or has_strided_placements(current)):
+        sharded = [mesh.sharded_dim(p, grad.ndim) for p in (*current, *placements)]
+        in_parts = grad.ndim - 1 in sharded or mesh.has_strided_placements(current)
+        if current != placements and in_parts:
             # Rows are sharded, or the shard has several pieces: redistribute in high precision.
             grad = grad.redistribute(placements=placements)
         folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
     else:
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
         folded = fold_gradient(matrix, scheme.dtype, s, t, transposed)
-    copies = iter(zip(folded[::2], folded[1::2], strict=True))
     # The shape of these scales is one that a GPU's GEMM accepts together with scales of rows.
     ones = unit_scales(next(iter(right.values())).qdata)
     operands: dict[Gemm, tuple[Quantized, Quantized]] = {}
-    gemms: tuple[Gemm, ...] = ("grad_input", "grad_weight")
-    for gemm in gemms:
-        if gemm not in right:
-            continue
-        qdata, scale = next(copies)
+    for (gemm, operand), qdata, scale in zip(right.items(), folded[::2], folded[1::2], strict=True):
         left = Quantized(qdata, (scale,), scheme)
         if gemm == "grad_weight":
             qdata = qdata.t() if transposed else qdata
             left = Quantized(qdata, (scale,), scheme.for_row_contraction)
-        columns = right[gemm].scheme.for_row_contraction
-        operands[gemm] = left, right[gemm]._replace(scales=(ones,), scheme=columns)
+        columns = operand.scheme.for_row_contraction
+        operands[gemm] = left, operand._replace(scales=(ones,), scheme=columns)
     if is_observed():
         _observe(operands, grad, placements, right, owner)
     return operands
@@ -128,7 +117,7 @@ def _fold_distributed(
     t: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """Compute :func:`fold_gradient` for a DTensor. If it is gathered, its rows must be whole."""
-    local, layout = local_tensor(grad), Layout.of(grad)
+    local, layout = mesh.local_tensor(grad), Layout.of(grad)
     assert layout is not None
     dtype, column = scheme.dtype, scheme.for_row_contraction
     weight_fold = None if s is None else s * UNIT
@@ -145,7 +134,7 @@ def _fold_distributed(
         carrier = Float8Tensor(packed, numbers.new_ones(()), torch.float32)
         shape = torch.Size((*layout.shape[:-1], packed.shape[-1]))
         wrapped = layout._replace(shape=shape).wrap(carrier)
-        moved = local_tensor(wrapped.redistribute(placements=placements))
+        moved = mesh.local_tensor(wrapped.redistribute(placements=placements))
         assert isinstance(moved, Float8Tensor)
         message, like = as_bytes(moved.qdata.contiguous()), [(numbers.shape[-1], numbers.dtype)]
         qdata, (numbers,) = unpack_rows(message, dtype, qdata.shape[-1], like)
@@ -173,15 +162,15 @@ def _observe(
 
     If operands were gathered to ``placements``, observers get the part of this rank's gradient.
     """
-    layout, high = Layout.of(grad), local_tensor(grad)
+    layout, high = Layout.of(grad), mesh.local_tensor(grad)
 
     def part_of(tensor: torch.Tensor) -> torch.Tensor:
         if layout is None or placements is None or layout.placements == placements:
             return tensor
         begins = layout._replace(placements=placements).offset()
-        dims = zip(local_pieces(layout)[:-1], begins, strict=False)
+        dims = zip(mesh.local_pieces(layout)[:-1], begins, strict=False)
         rows = [tuple((a - begin, b - begin) for a, b in dim) for dim, begin in dims]
-        return taken(tensor, [*rows, ((0, tensor.shape[-1]),)])
+        return mesh.taken(tensor, [*rows, ((0, tensor.shape[-1]),)])
 
     for gemm, (left, _) in operands.items():
         (qdata, (scale,), *_), folded_in = left, right[gemm].scales[0]

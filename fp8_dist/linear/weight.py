@@ -32,6 +32,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from fp8_dist import mesh, scaling
+from fp8_dist import torch_internals as internals
 from fp8_dist.cast import Copies, cast_by, cast_local_copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import QueuedWork, is_captured, is_float8, keep_for
@@ -44,47 +46,14 @@ from fp8_dist.linear.operands import Recast, WeightCasts
 from fp8_dist.linear.optimizer_steps import note_replaced
 from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
 from fp8_dist.linear.stored import StoredWeight, as_stored
-from fp8_dist.mesh import Layout, has_strided_placements, layout_over, local_tensor, sharded_dim
+from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
-from fp8_dist.scaling import (
-    CastPlan,
-    Quantized,
-    Scales,
-    Scheme,
-    Statistics,
-    by_scheme,
-    cast,
-    common_start,
-    empty_statistics,
-    global_statistics,
-    measure,
-    reduced_statistics,
-    scheme_named,
-)
-from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.tensor.known import (
-    AS_SHARDED,
-    EVALUATED,
-    OUTDATED,
-    STALE,
-    TRAINED,
-    Kept,
-    KnownWeight,
-)
+from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Statistics
+from fp8_dist.tensor import Float8Tensor, known, quantized_as
+from fp8_dist.tensor.known import Kept, KnownWeight
 from fp8_dist.tensor.stored import PackedFloat8, StoredFloat8, StoredScales
 from fp8_dist.tensor.wrapper import WrapperParameter
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import (
-    AsyncCollectiveTensor,
-    FsdpParameter,
-    backward_id,
-    carry_attributes,
-    dtensor_local,
-    dtensor_spec,
-    has_hooks_after_accumulation,
-    is_plain,
-    set_dtensor_local,
-)
 
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
@@ -147,7 +116,7 @@ class Float8Weight:
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         self.is_compared = False
-        self.fsdp: FsdpParameter | None = None
+        self.fsdp: internals.FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
         self.scales_ready: QueuedWork | None = None
         self._plan: tuple[tuple[Any, ...], GatherPlan] | None = None  # its inputs, the plan
@@ -185,7 +154,7 @@ class Float8Weight:
         """
         old = self.parameter()
         if new is not old:
-            carry_attributes(old, new)
+            internals.carry_attributes(old, new)
             note_replaced(old, new, self.module, self.name, self.fqn)
         setattr(self.module, self.name, new)
 
@@ -193,16 +162,6 @@ class Float8Weight:
     def is_registered(self) -> bool:
         """Whether the weight is a parameter of the module, neither parametrized nor flattened."""
         return self.name in self.module._parameters and self.parameter().ndim >= 2
-
-    def may_have_gradient(self) -> bool:
-        """Whether a gradient was accumulated for the parameter, or a hook may have taken it.
-
-        A hook may accumulate gradients elsewhere, for instance in fp32.
-        """
-        for parameter in (self.parameter(), self.master()):
-            if parameter.grad is not None or has_hooks_after_accumulation(parameter):
-                return True
-        return self.fsdp is not None and self.fsdp.has_unreduced()
 
     def shard(self, parameter: torch.Tensor | None = None) -> torch.Tensor:
         """The local tensor of a parameter, plain, without a copy or collectives."""
@@ -215,7 +174,7 @@ class Float8Weight:
         declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
         if declared is None:
             return Layout.of(parameter)
-        return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+        return mesh.layout_over(parameter, declared.mesh, declared.weight, self.fqn)
 
     def gathered_layout(self, sharded: Layout) -> Layout | None:
         """The layout of the unsharded parameter, given that of the sharded one.
@@ -232,7 +191,7 @@ class Float8Weight:
     @property
     def gathered_as(self) -> torch.dtype | None:
         """The dtype of FSDP2's gather; None: the weight's own, float8, or there is no gather."""
-        return None if self.fsdp is None or self.fsdp.has_hooks else self.fsdp.param_dtype
+        return None if self.fsdp is None else self.fsdp.gathered_as
 
     @property
     def device(self) -> torch.device:
@@ -248,8 +207,8 @@ class Float8Weight:
 
         A tensor subclass with its own matmul, such as the quantized weights of torchao, can't.
         """
-        local: Any = dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
-        supported = Float8Tensor | WrapperParameter | AsyncCollectiveTensor
+        local: Any = internals.dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+        supported = Float8Tensor | WrapperParameter | internals.AsyncCollectiveTensor
         if isinstance(local, supported) or not hasattr(local, "__tensor_flatten__"):
             return ""
         return f"a {type(local).__name__}, which implements its own matmul (dequantize it first)"
@@ -266,7 +225,7 @@ class Float8Weight:
         if not isinstance(parameter, DTensor):
             return local
         plain: Any = parameter.detach()
-        set_dtensor_local(plain, local)
+        internals.set_dtensor_local(plain, local)
         return plain
 
     def high_precision(self, weight: torch.Tensor | None = None) -> torch.Tensor:
@@ -297,14 +256,12 @@ class Float8Weight:
         names = self.fqn, self.name, self.scales_name
         return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
 
-    def store(
-        self, qdata: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, packs: bool
-    ) -> None:
+    def store(self, qdata: torch.Tensor, scales: torch.Tensor, packs: bool) -> None:
         """Replace the weight by two new parameters, for its data and its scales.
 
-        ``dtype``: its dtype in high precision. ``packs``: whether the data is packed.
+        ``packs``: whether the data is packed.
         """
-        (scheme,) = self.schemes
+        (scheme,), dtype = self.schemes, self.parameter().dtype
         held = as_stored(scales if scales.ndim else scales.view(1), scheme)
         data = StoredFloat8(qdata, dtype, scheme.key)
         if packs:
@@ -340,7 +297,7 @@ class Float8Weight:
         func(local_tensor(total), *args, **kwargs)
         stored.write(total)
 
-    def place_scales(self, scales: torch.Tensor, mesh: DeviceMesh) -> None:
+    def place_scales(self, scales: torch.Tensor) -> None:
         """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
 
         They are replicated if ranks share scales.
@@ -348,15 +305,13 @@ class Float8Weight:
         layout, (scheme,) = self.layout(), self.schemes
         assert layout is not None
         (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
-        dim = sharded_dim(placement, ndim)
+        dim = mesh.sharded_dim(placement, ndim)
         block = None if dim is None or level.is_scalar else level.block(dim, ndim)
         # Ranks with several pieces have whole blocks (Scheme.start has checked them).
-        has_whole_blocks = has_strided_placements(layout.placements) or not scheme.splits_blocks(
-            layout
-        )
-        if block is None or not (block == 1 or has_whole_blocks):
+        has_pieces = mesh.has_strided_placements(layout.placements)
+        if block is None or (block > 1 and scheme.splits_blocks(layout) and not has_pieces):
             placement = Replicate()
-        placed = distribute_tensor(scales.detach(), mesh, [placement])
+        placed = distribute_tensor(scales.detach(), layout.mesh, [placement])
         self.module.register_parameter(self.scales_name, nn.Parameter(placed, requires_grad=False))
         self.bind(self.parameter())
 
@@ -438,12 +393,11 @@ class Float8Weight:
     def casts(self, parameter: torch.Tensor, plan: CastPlan) -> Copies:
         """Cast a parameter; collectives as :meth:`statistics`."""
         layout, shard = self.layout(parameter), self.shard(parameter)
-        tensor = shard if layout is None else layout.wrap(shard)
         if self.history is not None:
-            return self.history.copies_of(tensor, plan, self._kind(parameter))[0]
+            return self.history.copies_of(shard, layout, plan, self._kind(parameter))[0]
         if isinstance(local_tensor(parameter), KnownWeight) and self.shared_schemes(layout):
             return cast_by(shard, plan, self.statistics(parameter, plan.schemes), layout)
-        return cast_local_copies(tensor, plan, shard)
+        return cast_local_copies(shard, plan, layout)
 
     def _casts_of_unsharded(
         self, parameter: torch.Tensor, plan: CastPlan
@@ -474,15 +428,14 @@ class Float8Weight:
         layout, local = self.layout(parameter), local_tensor(parameter)
         shard = KnownWeight.unwrap(local)
         if self.history is not None:
-            tensor = shard if layout is None else layout.wrap(shard)
-            return [self.history.statistics_of(tensor, self._kind(parameter))[0]]
+            return [self.history.statistics_of(shard, layout, self._kind(parameter))[0]]
         weight = local if isinstance(local, KnownWeight) else self.unsharded
         if layout is None or weight is None:
             return measured(shard, schemes, layout)
         if needs_op():
-            keys, start = [scheme.key for scheme in schemes], common_start(schemes, layout)
+            keys, start = [scheme.key for scheme in schemes], scaling.common_start(schemes, layout)
             cached = shard, weight.known, weight.valid, self.handle
-            return by_scheme(schemes, weight_statistics.overload(*cached, keys, start))[0]
+            return scaling.by_scheme(schemes, weight_statistics.overload(*cached, keys, start))[0]
         return self.statistics_for_forward(weight.check(parameter), schemes, layout)
 
     def statistics_for_forward(
@@ -490,7 +443,7 @@ class Float8Weight:
     ) -> list[Statistics]:
         """:meth:`statistics`, given the parameter's local tensor."""
         cache, kept = weight, Kept(self.shared_schemes(layout), layout)
-        if weight.has(AS_SHARDED):
+        if weight.has(known.AS_SHARDED):
             sharded, sharded_kept = local_tensor(self.master()), self.kept()
             if isinstance(sharded, KnownWeight) and sharded_kept is not None:
                 cache, kept = sharded.check(self.master()), sharded_kept
@@ -500,8 +453,7 @@ class Float8Weight:
         """Return the statistics of a shard, or of the whole weight; cache them if DYNAMIC."""
         parameter, plan = self.master(), self.gather_plan()
         if self.history is not None:
-            tensor = plan.layout.wrap(shard)
-            return self.history.statistics_of(tensor, self._kind(parameter))[0]
+            return self.history.statistics_of(shard, plan.layout, self._kind(parameter))[0]
         cache.check(parameter)
         return self._look_up_or_measure(cache, plan.kept, shard, self.schemes, parameter)[0]
 
@@ -527,7 +479,7 @@ class Float8Weight:
             trains = is_shared and self.module.training
             if parameter is not None and not is_captured(shard):
                 # (Statistics that an evaluation computes after a step also serve the next step.)
-                source = TRAINED if trains or cache.has(OUTDATED) else EVALUATED
+                source = known.TRAINED if trains or cache.has(known.OUTDATED) else known.EVALUATED
                 cache.store(kept, [statistics[s] for s in kept.schemes], parameter, source)
             elif trains and not is_captured(shard):
                 cache.note_training()
@@ -557,7 +509,7 @@ class Float8Weight:
         parameter = self.master()
         assert isinstance(parameter, DTensor)
         declared = getattr(self.module, "local_placements", None)
-        depends_on = dtensor_spec(parameter), declared, self.fsdp, self.config
+        depends_on = internals.dtensor_spec(parameter), declared, self.fsdp, self.config
         # (Comparing layouts would take longer than making the plan.)
         if self._plan is None or any(map(is_not, self._plan[0], depends_on)):
             layout = self.layout(parameter)
@@ -589,8 +541,8 @@ class Float8Weight:
         # Autograd can't save inference tensors. (It records no operators on a detached shard.)
         with torch.inference_mode(False):
             if self.history is not None and not needs_op():
-                kind = self._kind(parameter)
-                (quantized,), _ = self.history.copies_of(plan.layout.wrap(shard), plan.cast, kind)
+                how = plan.layout, plan.cast, self._kind(parameter)
+                (quantized,), _ = self.history.copies_of(shard, *how)
             else:
                 statistics: Statistics
                 if needs_op():
@@ -604,7 +556,7 @@ class Float8Weight:
                 if plan.packs and not is_observed():
                     shard_scales, qdata = scheme.cast_packed(shard, statistics, start)
                 else:
-                    (shard_scales,), (qdata,) = cast(shard, plan.cast, [statistics], start)
+                    (shard_scales,), (qdata,) = scaling.cast(shard, plan.cast, [statistics], start)
                 quantized = Quantized(qdata, shard_scales, scheme, *plan.position)
         if is_observed():
             observe(self, "weight", Source(shard, plan.layout), [quantized])
@@ -631,10 +583,10 @@ class Float8Weight:
     def note_unsharded(self, parameter: torch.Tensor) -> None:
         """Make later look-ups of the unsharded parameter's statistics use the sharded one."""
         local = local_tensor(parameter)
-        if is_plain(local) and self.shared_schemes(self.layout(parameter)):
+        if internals.is_plain(local) and self.shared_schemes(self.layout(parameter)):
             self.unsharded = KnownWeight.as_sharded(local, parameter)
             if isinstance(parameter, DTensor):  # so that writes to it are noticed too
-                set_dtensor_local(parameter, self.unsharded)
+                internals.set_dtensor_local(parameter, self.unsharded)
 
     def _kind(self, parameter: torch.Tensor) -> int:
         """The ``shared`` of :meth:`AmaxHistory.copies_of`: 1 for a trained weight, else FROZEN.
@@ -646,7 +598,7 @@ class Float8Weight:
 
     def _warn_if_stale(self, cache: KnownWeight) -> None:
         """Warn once about an all-reduce that an update of scales would have avoided."""
-        if self.module.training and (cache.has(STALE) or cache.has(OUTDATED)):
+        if self.module.training and (cache.has(known.STALE) or cache.has(known.OUTDATED)):
             warn_once(
                 "stale scale",
                 f"{self.fqn}: the weight was written to after its scales were computed, and no "
@@ -666,8 +618,9 @@ class Float8Weight:
         """
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
-            begins = not self.may_have_gradient()
-        backward = None if begins is None else backward_id()
+            in_fsdp = [] if self.fsdp is None else [self.fsdp]
+            begins = not internals.have_gradients([parameter, self.master()], in_fsdp)
+        backward = None if begins is None else internals.backward_id()
         if history is not None and history.last is not None:
             # FSDP2's stream may have made it. It waits for this stream before it makes the next.
             amaxes = {**amaxes, "weight": history.last}
@@ -716,8 +669,8 @@ def measured(
     Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
     :func:`fp8_dist.scaling.global_statistics`.
     """
-    local = measure(shard, schemes, common_start(schemes, layout))
-    reduce: Any = global_statistics if whole else reduced_statistics
+    local = scaling.measure(shard, schemes, scaling.common_start(schemes, layout))
+    reduce: Any = scaling.global_statistics if whole else scaling.reduced_statistics
     pairs = zip(schemes, local, strict=True)
     return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
 
@@ -743,13 +696,13 @@ def weight_statistics(
     layout = weight.layout()
     assert layout is not None
     local = KnownWeight(x, known=known, valid=valid)
-    found = weight.statistics_for_forward(local, [scheme_named(key) for key in schemes], layout)
+    found = weight.statistics_for_forward(local, list(map(scaling.scheme_named, schemes)), layout)
     # Return copies, because a graph may write to an operator's results.
     return [statistic.clone() for statistics in found for statistic in statistics]
 
 
 weight_statistics.register_fake(
-    lambda x, known, valid, handle, schemes, start: empty_statistics(x, schemes, start)
+    lambda x, known, valid, handle, schemes, start: scaling.empty_statistics(x, schemes, start)
 )
 
 

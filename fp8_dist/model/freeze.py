@@ -99,8 +99,7 @@ def freeze_to_float8(
         first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
             (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
-            dtype = weight.parameter().dtype
-            weight.store(cast.qdata.clone(), cast.scales[0].clone(), dtype, packs=format == "mxfp4")
+            weight.store(cast.qdata.clone(), cast.scales[0].clone(), packs=format == "mxfp4")
         else:  # layers may share a weight
             weight.share(first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]

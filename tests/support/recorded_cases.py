@@ -349,11 +349,10 @@ def planted(fault: Fault) -> ExitStack:
     """A context in which a fault can happen."""
     patches: list[tuple[Any, str, Any]] = [(autograd, "_gemm", fault.gemm)]
     patches += [(functions, "send_rows", fault.send_rows), (dispatch, "_arrivals", fault.arrivals)]
-    for module in (operands, weight, rowwise_folded, autograd, observing):
+    for module in (operands, weight, rowwise_folded, observing):
         patches.append((module, "observe", fault.observe(module.observe)))  # type: ignore[attr-defined]
-    for module in (autograd, observing):
-        wrong = fault.observe_multiply(module.observe_multiply)  # type: ignore[attr-defined]
-        patches.append((module, "observe_multiply", wrong))
+    wrong = fault.observe_multiply(observing.observe_multiply)
+    patches.append((observing, "observe_multiply", wrong))
     stack = ExitStack()
     for place in patches:
         stack.enter_context(patch.object(*place))
