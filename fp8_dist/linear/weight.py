@@ -627,6 +627,10 @@ class Float8Weight:
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
             (shared or self._histories[name]).record(value, backward, bool(begins))
+            unused: Any = self._histories.get("input")
+            if shared and unused not in (None, shared) and unused.current is None:
+                # A checkpoint may have filled it. It would be outdated when the layer casts again.
+                unused.load(torch.zeros(0))
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""

@@ -32,6 +32,14 @@ def test_a_result_is_right_or_a_documented_error(ranks: RankPools) -> None:
     holds()
 
 
+def test_a_history_that_is_not_used_does_not_come_back(ranks: RankPools) -> None:
+    """A layer that shares its input keeps no history from a checkpoint without sharing."""
+    there_and_back = ("invalidate", "sync", "dcp.load, another mesh", "dcp.load, another mesh")
+    case = TrainCase("HSDP 2 x 2", "FSDP2 2 x TP 2", "delayed", actions=there_and_back)
+    verdict = verdict_of(case, ranks)
+    assert verdict.kind == "right", verdict.text
+
+
 @hypothesis.settings(IN_CI, max_examples=20)
 @hypothesis.given(train_cases(4))
 def test_a_report_shows_the_case(case: TrainCase) -> None:
