@@ -329,13 +329,19 @@ def make_dtensor(
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )
-    spec = _spec(mesh, placements, shape, local.dtype)
+    spec = _spec(mesh, id(mesh), placements, shape, local.dtype)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
+# Meshes of the same ranks and names are equal, but have groups of their own. Ranks that disagreed
+# about the mesh would wait in different groups, so the key has the identity of the mesh.
 @lru_cache(maxsize=4096)
 def _spec(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
+    mesh: DeviceMesh,
+    identity: int,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    dtype: torch.dtype,
 ) -> Any:
     meta = TensorMeta(shape, contiguous_stride(shape), dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
 
     def replicated_over(self, mesh: DeviceMesh) -> "Layout":
         """The layout of the tensor after it was gathered over a 1-D mesh, an axis of its own."""
-        return _replicated_over(self, mesh)
+        return Layout(self.mesh, _replicated_over(self, mesh), self.shape)
 
     def pieces_at(self, coordinate: Sequence[int]) -> "tuple[Pieces, ...]":
         """The part of each dim that the rank at a coordinate has."""
@@ -109,7 +109,7 @@ def layout_over(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fq
         for p in layout.placements
     )
     try:
-        joined = _joined(layout.mesh, mesh)
+        joined = _joined(layout.mesh, mesh, id(layout.mesh), id(mesh))
     except RuntimeError as error:
         raise ValueError(
             f"{fqn}: the weight is a DTensor on {layout.mesh}, so it can't be a local part on "
@@ -127,13 +127,13 @@ def _is_axis(mesh: DeviceMesh, other: DeviceMesh) -> tuple[bool, ...]:
 
 
 @lru_cache(maxsize=1024)  # because each forward asks for it
-def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Layout:
+def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Placements:
     axes = zip(_is_axis(layout.mesh, mesh), layout.placements, strict=True)
-    return layout._replace(placements=tuple([Replicate() if same else p for same, p in axes]))
+    return tuple([Replicate() if same else p for same, p in axes])
 
 
-@lru_cache(maxsize=1024)
-def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+@lru_cache(maxsize=1024)  # equal meshes have groups of their own: the key has their identities
+def _joined(outer: DeviceMesh, inner: DeviceMesh, *identities: int) -> DeviceMesh:
     return torch_internals.concatenated_mesh([outer, inner])
 
 
