@@ -1,4 +1,4 @@
-"""The names of ``fp8_dist``, and what its import registers."""
+"""The public names of ``fp8_dist``. Its import registers adapters of experts and FLOP formulas."""
 
 import fp8_dist.integrations  # noqa: F401  # registers kinds of experts
 from fp8_dist.cast import cast_to_float8

@@ -62,7 +62,7 @@ Format = Literal["e4m3", "mxfp4"]
 
 
 def check_fields(config: Any) -> None:
-    """Check that each field of a config has a type, or one of the values, of its annotation.
+    """Check that the type or the value of each field of a config matches its annotation.
 
     Raises:
         ValueError: a field that takes certain values has another one.
@@ -75,7 +75,7 @@ def check_fields(config: Any) -> None:
         literals = [part for part in parts if get_origin(part) is Literal]
         choices = [choice for literal in literals for choice in get_args(literal)]
         kinds = [get_origin(part) or part for part in parts if get_origin(part) is not Literal]
-        is_flag = isinstance(value, bool) and bool not in kinds  # an int, for Python
+        is_flag = isinstance(value, bool) and bool not in kinds  # bool is a subclass of int
         if field.init and (is_flag or not (value in choices or isinstance(value, tuple(kinds)))):
             names = [str(None) if kind is NoneType else kind.__name__ for kind in kinds]
             names += map(repr, choices)
@@ -86,7 +86,7 @@ def check_fields(config: Any) -> None:
 
 
 def check_config(caller: str, config: Any, expected: Any) -> None:
-    """Raise TypeError if ``config`` is not an ``expected``, a class of configs."""
+    """Raise TypeError if ``config`` is not an instance of the class ``expected``."""
     if not isinstance(config, expected):
         name, given = expected.__name__, wrong_type(config, [expected])
         raise TypeError(
@@ -101,10 +101,10 @@ def check_field_names(config: type, names: Iterable[str], others: str = "") -> N
     Args:
         config: the class of the config.
         names: the names of arguments of ``config.from_recipe_name``.
-        others: text about arguments that are no fields.
+        others: text about arguments that are not fields.
 
     Raises:
-        TypeError: it lacks one of them.
+        TypeError: there is no field of one of these names.
     """
     known = [field.name for field in fields(config) if field.init]
     if unknown := [name for name in names if name not in known]:
@@ -130,17 +130,17 @@ class CastConfig:
         scale_rule: the rounding of block scales to MX exponents. ``"ceil"`` rounds them up, so that
             no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, with which
             the largest values of a block may saturate. ``"even"``, for mxfp4, rounds the amax to
-            E2M1 first, as Quark and torchao do. ``None`` means ``"floor"`` for mxfp4; for e4m3 it
-            rounds up too, but uses the formula of the other scales, including its epsilon
-            (:mod:`fp8_dist.kernels.scale`).
+            E2M1 first, as Quark and torchao do. ``None`` means ``"floor"`` for mxfp4. For e4m3,
+            ``None`` rounds up like ``"ceil"``, but uses the formula of scales that are not of
+            blocks, with its epsilon (:mod:`fp8_dist.kernels.scale`).
         scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
             divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
             (:mod:`fp8_dist.kernels.fp32_blocks`).
-        source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor rounded to
-            bf16 first (``"bf16"``), as an inference engine that is sent bf16 weights does.
-        format: the values of a BLOCKWISE cast. ``"mxfp4"``, for weights: those of four bits that
-            MXFP4 has (:mod:`fp8_dist.kernels.e2m1`), in squares of a multiple of 32. FSDP2 gathers
-            them at half a byte each. Experimental.
+        source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor after it was
+            rounded to bf16 (``"bf16"``), like an inference engine that receives bf16 weights.
+        format: the values of a BLOCKWISE cast. ``"mxfp4"`` is for weights: the four-bit values of
+            MXFP4 (:mod:`fp8_dist.kernels.e2m1`), in square blocks whose size is a multiple of 32.
+            FSDP2 gathers them at half a byte each. Experimental.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC
@@ -359,8 +359,8 @@ class Float8LinearConfig:
         """Options of one of the three GEMMs: (use_fast_accum, pad_inner_dim, emulate, any_order).
 
         The inner dim of grad_weight is always padded. It is the number of rows of the input, which
-        may be misaligned on one rank only, and an error on that rank would hang the others. Only
-        the output has the same bits however its columns are sharded.
+        may be misaligned on one rank only, and an error on that rank would hang the others.
+        ``any_order`` is False for the output, whose bits must not depend on how columns are cut.
         """
         config: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
         pads = self.pad_inner_dim or gemm == "grad_weight"
@@ -384,9 +384,9 @@ class Float8LinearConfig:
 
         Args:
             recipe_name: a :class:`Float8LinearRecipeName` or its value.
-            scale_format: that of the casts of input and weight of BLOCKWISE, see
-                :class:`CastConfig`. The gradient keeps powers of two, which GEMMs of grad_weight
-                need no second rounding for.
+            scale_format: the ``scale_format`` of the casts of input and weight, for BLOCKWISE (see
+                :class:`CastConfig`). The scales of grad_output remain powers of two, so that
+                grad_weight needs no second rounding.
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
             weight_format: the ``format`` of the weight's cast, for BLOCKWISE and MXFP8. The scales
                 of ``"mxfp4"`` follow the rule ``"floor"``.

@@ -42,7 +42,7 @@ def e5m2() -> torch.dtype:
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of ``FLOAT8_DTYPES``, to which this package casts."""
+    """Return whether a dtype is one of ``FLOAT8_DTYPES``, to which this package casts."""
     return dtype in FLOAT8_DTYPES
 
 
@@ -67,7 +67,7 @@ def _nvidia_capability(device: torch.device) -> tuple[int, int]:
 
 @cache
 def device_has_float8_gemm(device: torch.device) -> bool:
-    """Whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
+    """Return whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
 
     These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
     gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
@@ -78,11 +78,11 @@ def device_has_float8_gemm(device: torch.device) -> bool:
 
 @constant_in_graphs
 def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a device has an instruction that rounds fp32 to a float8 dtype as torch does.
+    """Return whether a device has an instruction that rounds fp32 to a float8 dtype as torch does.
 
-    NVIDIA GPUs have one from compute capability 9.0 (Hopper). On an Ada the operand is fp16, to
-    which Triton truncates. AMD's are not used, because their formats and rounding differ between
-    generations.
+    NVIDIA GPUs have one from compute capability 9.0 (Hopper). Ada's instruction takes fp16, to
+    which Triton truncates. AMD's instructions are not used, because their formats and rounding
+    differ between generations.
     """
     is_known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
     return is_known and _nvidia_capability(device) >= (9, 0)
@@ -90,14 +90,14 @@ def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
 
 @constant_in_graphs
 def stores_transposed(device: torch.device) -> bool:
-    """Whether a kernel that Inductor generates for a GPU may store a float8 copy and its transpose.
+    """Return whether one kernel of Inductor may store both a float8 copy and its transpose.
 
-    A ptxas below 13 confuses their bytes: see Note [Four bytes at a time] in
-    :mod:`fp8_dist.kernels.cuda.triton.rounding`. Of a Hopper that is Triton's up to 3.8, of a
-    Blackwell up to 3.6. The result is False where Triton does not say which one it takes.
+    ptxas before release 13 mixes up their bytes: see Note [Four bytes at a time] in
+    :mod:`fp8_dist.kernels.cuda.triton.rounding`. Triton uses such a ptxas up to Triton 3.8 on
+    Hopper, and up to 3.6 on Blackwell. The result is False if the release of ptxas is not known.
     """
     if device.type != "cuda":
-        return True  # ptxas has no part in it
+        return True  # ptxas is not used
     major, minor = torch.cuda.get_device_capability(device)
     return _ptxas_release(10 * major + minor) >= 13
 
@@ -114,7 +114,7 @@ def _ptxas_release(arch: int) -> int:
 
 @cache
 def device_has_grouped_gemm(device: torch.device) -> bool:
-    """Whether ``torch._scaled_grouped_mm`` runs on a device.
+    """Return whether ``torch._scaled_grouped_mm`` runs on a device.
 
     These are NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), and AMD's gfx942
     and gfx950.
@@ -141,7 +141,7 @@ def device_kind(device: torch.device) -> str | None:
 
 
 def fuses_casts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on a device that casts several copies in one pass."""
+    """Return whether a tensor is on a device where one pass can cast several copies."""
     return tensor.is_cuda
 
 
@@ -153,12 +153,12 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether the current computation on a tensor is captured in a CUDA graph."""
+    """Return whether the current computation on a tensor is captured in a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
-    """Keep the memory of a tensor, once freed, until a stream has read it.
+    """Keep the memory of a tensor from being reused, once freed, until a stream has read it.
 
     The caching allocator would otherwise reuse it at once on the stream that allocated it.
     """
@@ -167,9 +167,9 @@ def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
 
 
 class QueuedWork:
-    """The work that the current stream has queued by now, for which other streams wait.
+    """The work that is queued on the current stream now, for which other streams wait.
 
-    A stream waits once: what it queues later comes after that.
+    A stream waits only once, because all its later work runs after that wait.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class QueuedWork:
         self._waited: set[torch.cuda.Stream] = set()
 
     def wait(self, stream: torch.cuda.Stream) -> None:
-        """Let a stream wait."""
+        """Make a stream wait for the work, unless it has done so before."""
         if stream not in self._waited:
             self._waited.add(stream)
             stream.wait_event(self._event)

@@ -1,4 +1,4 @@
-"""Late imports: names of a package that need torch, and a call after the import of a module.
+"""Late imports: names of a package that need torch, and functions that run after imports.
 
 Packages of commands are imported without torch, so that a command answers ``--help`` at once.
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """A finder that calls a function after imports of some modules, until it returns True.
+    """A meta path finder that calls a function after imports of certain modules.
 
-    For nested imports, the function is called after the outermost one.
+    It stops when the function returns True. Of nested imports, only the outermost one counts.
 
     Args:
-        is_meant: a function of a name: whether it is one of the modules.
-        call: the function.
+        is_meant: takes a module's name, and returns whether it is one of the modules.
+        call: the function, which returns whether to stop.
     """
 
     def __init__(self, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
@@ -57,10 +57,10 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[
     Args:
         package: the name of the package, which is being imported.
         home: the name of the module.
-        submodules: modules of the package that users see.
+        submodules: modules of the package that ``dir()`` lists, too.
 
     Returns:
-        A function that imports ``home`` now.
+        A function that imports ``home``, and gives the package its names.
     """
     names = vars(sys.modules[package])
 

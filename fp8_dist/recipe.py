@@ -23,7 +23,7 @@ class OperandCopies(NamedTuple):
     """The float8 copies of an operand that some of its GEMMs take.
 
     Attributes:
-        plan: the plan of the copies, each once, in the order of the GEMMs.
+        plan: the plan of the distinct copies, in the order of the GEMMs.
         places: for each GEMM, the index of its copy; ``None`` for high precision.
     """
 
@@ -32,7 +32,7 @@ class OperandCopies(NamedTuple):
 
 
 def is_second(operand: Operand, gemm: Gemm) -> bool:
-    """Whether ``gemm`` is the second GEMM of ``operand``, which contracts its rows."""
+    """Return whether ``gemm`` is the second GEMM of ``operand``, which contracts its rows."""
     return gemm == "grad_weight" or (operand, gemm) == ("weight", "grad_input")
 
 
@@ -41,18 +41,18 @@ class Recipe:
 
     Args:
         uses: the scheme of each operand in each of its two GEMMs, or ``None`` for high precision.
-        delayed: the operands with DELAYED scaling, whose statistic follows from the amaxes of
+        delayed: the operands with DELAYED scaling, whose statistic is computed from the amaxes of
             earlier steps. They have one scale per tensor.
         folds: whether the scales that run along a contraction are folded into grad_output
             (:mod:`fp8_dist.linear.rowwise_folded`).
-        emulate: whether GEMMs are emulated, which need no transposed copies.
+        emulate: whether GEMMs are emulated. Emulated GEMMs need no transposed copies.
 
     Attributes:
         uses: as given.
         delayed: the schemes of the operands with DELAYED scaling.
         schemes: the distinct schemes of each operand, in the order of its GEMMs.
-        casts: the casts of each operand that observers see: their schemes, by the GEMMs that take
-            each.
+        casts: for each operand, the casts that observers see. Each maps the GEMMs that take the
+            float8 copy to its scheme.
         gather_scheme: for each operand, the one scheme that serves both of its GEMMs and can be
             gathered. ``None`` if the operand is gathered in high precision.
 
@@ -118,7 +118,7 @@ class Recipe:
         casts: dict[Scheme, tuple[Gemm, ...]] = {}
         for gemm, scheme in self.uses[operand].items():
             if scheme and self.folds and gemm == "grad_weight" and operand == "grad_output":
-                # The scales of the input are folded in before the cast, which is by columns.
+                # This cast is by columns, after the scales of the input are folded in.
                 scheme = scheme.for_row_contraction
             if scheme:
                 casts[scheme] = (*casts.get(scheme, ()), gemm)

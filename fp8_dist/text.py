@@ -20,7 +20,7 @@ def without_wrappers(fqn: str) -> str:
 
 
 def is_part(name: str, fqn: str) -> bool:
-    """Whether the path segments of ``name`` occur consecutively in ``fqn``."""
+    """Return whether the path segments of ``name`` occur consecutively in ``fqn``."""
     return f".{name}." in f".{fqn}."
 
 
@@ -50,7 +50,7 @@ def alike(
 
     Args:
         items: the items.
-        facts: the name of an item, and what else the items of a group have in common.
+        facts: returns the name of an item, and other facts that all items of a group share.
     """
     groups: dict[tuple[str, Hashable], list[_T]] = {}
     for item in items:
@@ -71,7 +71,7 @@ def alike_names(names: Iterable[str]) -> list[str]:
 def wrong_type(value: object, expected: Iterable[type]) -> str:
     """Describe a value of a wrong type: by its repr, or by its type and package.
 
-    torchao's types have the names of the library's.
+    torchao's types have the same names as the library's.
     """
     kind = type(value)
     name, package = kind.__name__, kind.__module__.partition(".")[0]
@@ -82,12 +82,12 @@ def wrong_type(value: object, expected: Iterable[type]) -> str:
 
 
 def is_torchaos(kind: type) -> bool:
-    """Whether a class, or a base of it, is torchao's, which the library does not import."""
+    """Return whether a class or one of its bases is torchao's, without importing torchao."""
     return any(base.__module__.partition(".")[0] == "torchao" for base in kind.__mro__)
 
 
 def kind_of(value: object) -> str:
-    """Name the type of a value, and mark torchao's types, whose names are the library's."""
+    """Name the type of a value, and tell torchao's types from the library's of the same name."""
     name = type(value).__name__
     return f"torchao's {name}" if is_torchaos(type(value)) else f"a {name}"
 

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     size: int
     encoding: Encoding
-    row: int = 0  # numbers between the rows that no block crosses; 0: the part is one row
+    row: int = 0  # the length of the rows that no block crosses; 0: the part is one row
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Number of bytes on the wire, for numbers of ``dtype``."""
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return self.size * (2 if self.encoding == "bf16" else dtype.itemsize)
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., size]``, or its codes or exponents, as rows if the part has several."""
+        """Split ``[..., size]``, or its codes or exponents, into rows if the part has several."""
         return x.unflatten(-1, (self.size // self.row, -1)) if self.row else x
 
     def flat(self, rows: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def runs_of(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Join the parts of a message to as few runs as possible, with no block across two rows."""
+    """Join the parts of a message into as few runs as possible, with no block across two rows."""
     runs: list[Part] = []
     for part in (part for part in parts if part.size):
         is_float8, row = part.encoding == "float8", part.row
@@ -100,7 +100,7 @@ def sum_decoded(
     Args:
         dtype: as in :func:`encode`.
         local: ``[..., S]``, a summand that is not on the wire, if any.
-        rank: the rank whose bytes ``local`` is added in place of; -1 if it comes first.
+        rank: the rank whose bytes ``local`` replaces in the sum; -1 if ``local`` is added first.
     """
     sums, begin = [], 0
     for run, numbers, exponents in _parts(wire, runs, dtype):
@@ -139,7 +139,7 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -> torch.Tensor:
-    """Encode ``[W, S]`` and send ``x[i]`` to rank i: the bytes ``[W, B]`` for this rank.
+    """Encode ``[W, S]``, send ``x[i]`` to rank i, and return the bytes ``[W, B]`` for this rank.
 
     Collectives: an all-to-all.
     """
@@ -151,8 +151,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """Sum over a group and divide by ``divisor``: fp32 ``[S]``, the same bits on all ranks.
 
-    Each rank sums a piece of ``x``. The sums are rounded once, and gathered: those of parts in
-    float8 in bf16, whose error is smaller than that of the summands, others in the dtype of ``x``.
+    Each rank sums a piece of ``x``. The sums are rounded once and gathered. Sums of float8 parts
+    are gathered in bf16, which is more exact than the summands; others, in the dtype of ``x``.
 
     Args:
         x: ``[S]``, floating point.
@@ -231,7 +231,7 @@ def start_reduction(
 
 
 def finish_reduction(started: DTensor | Reduction) -> DTensor:
-    """Return the result of :func:`start_reduction`, in flight if torch redistributes it."""
+    """Return the result of :func:`start_reduction`; it is in flight if torch redistributes it."""
     if isinstance(started, DTensor):
         return started
     received, local, runs, rank, layout = started

@@ -38,8 +38,8 @@ def clip_grad_norm_(
         norm_type: the type of the p-norm, which may be ``inf``.
         error_if_nonfinite: raise RuntimeError for a norm that is NaN or infinite.
         foreach: as in torch.
-        exact: compute a 2-norm whose bits, unlike those of torch's norm, do not depend on how
-            gradients are divided among ranks. It takes a pass over the gradients in fp64.
+        exact: compute a 2-norm whose bits do not depend on how gradients are divided among ranks.
+            This takes a pass over the gradients in fp64.
 
     Returns:
         The norm of all gradients before clipping, a plain 0-dim tensor, the same on all ranks of
@@ -48,10 +48,10 @@ def clip_grad_norm_(
     Collectives: those of torch's norm for each mesh: an all-reduce of one number per axis on
     which a gradient is sharded. With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8
     bytes per fold (2 up to 2 ** 25 elements, 3 up to 2 ** 31) for each set of axes on which
-    gradients are sharded; before that, those that make Partial gradients whole.
+    gradients are sharded. Before that, Partial gradients are all-reduced.
 
     Raises:
-        ValueError: ``exact`` with another norm than 2, or with gradients in fp64.
+        ValueError: ``exact`` with a ``norm_type`` other than 2, or with gradients in fp64.
         RuntimeError: see ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -63,7 +63,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: exact=True is for norm_type=2, not {norm_type}")
     gradients = [[p.grad for p in members if p.grad is not None] for members in by_mesh.values()]
     if exact and gradients:
-        # The largest of one norm is that norm; its 2-norm may be rounded.
+        # The inf-norm of a single norm is that norm. Its 2-norm could be rounded.
         norms, norm_type = [exact_norm([*chain(*gradients)]).float()], torch.inf
     else:
         norms = [get_total_norm(some, norm_type, False, foreach) for some in gradients]
@@ -77,13 +77,13 @@ def clip_grad_norm_(
 def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """The 2-norm of gradients, in fp64: the sum of squares is exact in each of several folds.
 
-    The square of an fp32 number is exact in fp64. A fold takes from all squares the bits above a
-    unit, so large that fp64 holds any sum of N such numbers without rounding. The rest of the
-    squares is for the next fold, with a smaller unit, and in the end too little to matter in fp32.
-    So the order and the grouping of the sums do not matter. (Demmel and Nguyen, "Parallel
+    The square of an fp32 number is exact in fp64. A fold takes from each of the N squares its bits
+    above a unit, which is so large that fp64 holds any sum of N such numbers without rounding. The
+    next fold, with a smaller unit, takes bits of the rest. The final rest is too small to matter in
+    fp32. So the order and the grouping of the sums do not matter. (Demmel and Nguyen, "Parallel
     Reproducible Summation", 2015.)
     """
-    # Elements that several ranks have are summed over the axes that divide them.
+    # Gradients are summed over the axes that shard them, so that replicas count once.
     shards: dict[mesh.GroupNames, list[torch.Tensor]] = {}
     for gradient in gradients:
         if gradient.dtype is torch.float64:
@@ -102,10 +102,10 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     room = sum(gradient.numel() for gradient in gradients).bit_length() + 1
     # All squares are less than 2 ** top.
     top = 2 * torch.frexp(amax.double()).exponent.long()
-    # As many as leave, of N squares, a rest of at most 2 ** -26 of the sum.
+    # Enough folds for the rest of all squares to be at most 2 ** -26 of their sum.
     folds = 1 + max(1, -(-(2 * room - 26) // (_SIGNIFICAND - room)))
     units = [top + room - fold * (_SIGNIFICAND - room) for fold in range(folds)]
-    # 1.5 * 2 ** unit: adding it rounds a number to its last bit.
+    # 1.5 * 2 ** unit. Adding and subtracting it rounds a number to a multiple of its last bit.
     anchors = [((unit + 1023) << 52 | 1 << 51).view(torch.float64) for unit in units]
     total = amax.new_zeros(folds, dtype=torch.float64)
     for groups, pieces in shards.items():

@@ -1,8 +1,8 @@
-"""Hooks of FSDP2's sharding, and checks before gathers and before weights are put back.
+"""Hooks into FSDP2's sharding, and checks before it gathers or reshards weights.
 
 Importing this module makes FSDP2 gather weights in float8 where layers ask for it. Before its first
-gather, FSDP2 compares layers between ranks, and warns of gathers in high precision that no config
-chose.
+gather, FSDP2 compares layers between ranks, and warns about gathers in high precision that no
+config asks for.
 """
 
 from typing import Any
@@ -41,7 +41,7 @@ def _compare_between_ranks(group: Any) -> None:
         return
     for module in filter(agreement.needs_comparison, internals.fsdp_roots_of(group)):
         modules = float8_modules(module)
-        # A rank that has converted only other parts of the model takes part too.
+        # A rank takes part too if it has converted only other parts of the model.
         if modules or agreement.is_part_of_converted(module):
             agreement.check_layers(module, modules, "FSDP2's first gather")
         else:
@@ -66,7 +66,7 @@ def reshard(module: nn.Module, caller: str) -> None:
 
 
 def _check_gathers(group: Any) -> None:
-    """Refuse a gather in float8 that reshards; warn once of one that could be in float8."""
+    """Refuse float8 gathers that reshard to a smaller mesh; warn once if others could be float8."""
     shards = internals.fsdp_reduce_scatter_group(group)
     reshards = internals.fsdp_reshards_to_smaller_mesh(group)
     is_divided = shards is not None and shards.size() > 1
@@ -75,8 +75,8 @@ def _check_gathers(group: Any) -> None:
         if (first := weights[0]) is None:
             continue
         if reshards and hasattr(local_tensor(parameter.sharded), "fsdp_pre_all_gather"):
-            # FSDP2 would make a parameter of its all-gather output, resharded to the smaller mesh.
-            # The output is float8 bytes, which can't require gradients.
+            # FSDP2 would reshard its all-gather output to the smaller mesh and make it a parameter.
+            # But the output is float8 bytes, which can't require gradients.
             raise ValueError(
                 f"{first.fqn}: fully_shard(..., reshard_after_forward=<int>) can't reshard "
                 "weights that it gathers in float8 to a smaller mesh; use True or False there, or "

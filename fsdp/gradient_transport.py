@@ -1,19 +1,19 @@
-"""Reductions of FSDP2's gradients that travel in float8, bf16 or fp32 and are summed in order.
+"""Reductions of FSDP2's gradients: sent in float8, bf16 or fp32, and summed in rank order.
 
 Note [One sum on any number of ranks]. The owner of a shard starts from the gradient that it has
 accumulated, and adds the pieces of ranks 0, 1, ..., W - 1 in fp32. If rank r runs micro-batches r,
 r + W, r + 2W, ... (:func:`micro_batches`), that is the sum ((g0 + g1) + g2) + ... of micro-batches,
-whatever W is. A piece on the wire is a function of its micro-batch's gradient alone: each rank's
-own piece is encoded too, also on a single rank, and no block crosses a row of dim 0. -0 is the
-neutral element: FSDP2 assigns the first gradient of a step on a single rank, so a gradient of -0
-stays -0 there.
+whatever W is. A piece on the wire depends on its micro-batch's gradient alone: each rank's own
+piece is encoded too, also on a single rank, and no block spans two rows of dim 0. Missing summands
+are -0, the neutral element: on a single rank FSDP2 assigns the first gradient of a step, so that a
+gradient of -0 stays -0.
 
-Note [Ranks that use different parameters]. FSDP2 reduces the gradients that a rank has, and another
-rank may have others: of another head, adapter or expert. A message with those alone would be added
-to one of other parameters. So all messages of a group have all its trained parameters, with -0 for
-those that the rank's micro-batch did not use, and a number for each: 1 if it was used, 0 if not.
-Where the sum of these is 0 the gradient stays None, as on a single rank. The last number is that of
-the module, because ranks that run other modules reduce their gradients together, too.
+Note [Ranks that use different parameters]. FSDP2 reduces the gradients that a rank has, but another
+rank may have gradients of another head, adapter or expert. A message of these alone would be added
+to a message of other parameters. So each message of a group has all its trained parameters, with -0
+for those that the rank's micro-batch did not use, and a number for each: 1 if it was used, 0 if
+not. If the numbers of a parameter add up to 0, its gradient stays None, as on a single rank. The
+last number is the module's, to detect ranks that reduce the gradients of different modules.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -164,10 +164,10 @@ class EncodedReduction:
         rows, runs = input_tensor.view(group.size(), -1), wire.runs_of(self.parts)
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
         received = wire.exchanged(rows, runs, group)
-        # On another device the host would wait.
+        # On other devices this check would make the host wait.
         if received.is_cpu and not isinstance(received, internals.STAND_INS):
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
-        # A mean is divided before it is added to what is accumulated.
+        # A mean is divided before the accumulated gradient is added, so it can't start from that.
         start = None
         if self.is_final and internals.fsdp_sums(self.group):
             start = self._accumulated(rows)
@@ -175,7 +175,7 @@ class EncodedReduction:
         output_tensor.copy_(total.div_(internals.fsdp_divisor(self.group, op, group)))
 
     def _check_modules(self, numbers: torch.Tensor) -> None:
-        """Raise ValueError if the pieces of ranks are those of several modules."""
+        """Raise ValueError if ranks have sent pieces of different modules."""
         group = internals.fsdp_reduce_scatter_group(self.group)
         ranks, expected = dist.get_process_group_ranks(group), numbers[group.rank()]
         if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
@@ -186,9 +186,9 @@ class EncodedReduction:
             )
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Move the accumulated gradients of this rank's shards to fp32 ``[S]``; None without any.
+        """Move this rank's accumulated gradients to an fp32 tensor ``[S]``; None if there are none.
 
-        -0 is left in their place, to which FSDP2 adds the sum.
+        They become -0, and FSDP2 adds the sum to that.
         """
         total, begin = None, 0
         for parameter in self.parameters:
@@ -204,7 +204,7 @@ class EncodedReduction:
 
 
 class EncodedReplicas(NamedTuple):
-    """Stand-in, in FSDP2, for the process group of a parameter group's replicas."""
+    """Stand-in for the process group of a parameter group's replicas."""
 
     replicas: dist.ProcessGroup
     shards: EncodedReduction
@@ -226,14 +226,14 @@ def set_gradient_transport(
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
 
     FSDP2's reduce-scatter becomes an all-to-all of encoded pieces. The rank that owns a shard
-    decodes the pieces, its own one too, and sums them in fp32, in the order of ranks. Where
+    decodes the pieces, including its own, and sums them in fp32, in the order of ranks. Where
     gradients are sums (``set_gradient_divide_factor(1.0)``), it starts from the gradient that it
     has accumulated. **With** :func:`micro_batches`, **the sum is then the same, bit for bit, on any
-    number of ranks.** Without it the bits depend on their number. Repeated runs on one mesh have
-    the same bits either way.
+    number of ranks.** Without it the bits depend on the number of ranks. Repeated runs on one mesh
+    have the same bits either way.
 
-    With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard, in
-    which no rank's own part is encoded. An all-gather of the sums follows, in bf16 with
+    With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard, except
+    that a rank's own part is not encoded. An all-gather of the sums follows, in bf16 with
     ``"float8"`` and in ``reduce_dtype`` otherwise.
 
     Args:
@@ -248,21 +248,21 @@ def set_gradient_transport(
             without the segments that wrappers add (``_orig_mod``).
 
     Ranks may use different parameters of a module, such as heads, adapters or experts of a
-    ModuleList. A rank sends zeros for the others. A parameter that no rank has used has no
-    gradient; to know this, the host waits for the message, on ranks that did not use it and have
-    not accumulated a gradient of it.
+    ModuleList. A rank sends zeros for those that it did not use. A parameter that no rank used has
+    no gradient. To find this out, the host waits for the message, if its rank did not use a
+    parameter and has not accumulated a gradient of it.
 
     A gradient that is NaN or infinite stays so, and does not change other gradients. Zeros stay
     zeros. FSDP2's settings (``reduce_dtype``, ``set_gradient_divide_factor``, ...) apply as before:
-    the encoded numbers are those that it would reduce.
+    the numbers that FSDP2 would reduce are encoded.
 
-    Collectives: in a step, only those above. In this call, the comparison of ``apply_tp_plan`` for
-    each mesh.
+    Collectives: in a step, only those above. In this call, a comparison of the arguments between
+    the ranks of each mesh, as in ``apply_tp_plan``.
 
     Raises:
         TypeError, ValueError: for invalid arguments, a model without FSDP2, modules with several
-            parameter groups or with another custom reduce-scatter, a model none of whose gradients
-            would be encoded, or ranks that differ.
+            parameter groups or with another custom reduce-scatter, a transport that would encode no
+            gradient, or arguments that differ between ranks.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
     _check_arguments(model, transport, high_precision)
@@ -310,7 +310,7 @@ def _parameters(group: Any) -> list[nn.Parameter]:
 
 
 def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
-    """Raise if arguments differ between ranks that share a parameter, tensor-parallel ones too."""
+    """Raise if arguments differ between ranks that share a parameter (tensor-parallel ones too)."""
     facts = agreement.Facts()
     for reduction in reductions:
         group = reduction.group

@@ -21,32 +21,32 @@ _UNREDUCED = (
 def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
     """Yield the micro-batches of a step that this rank runs, as ``(index, weight)``.
 
-    Rank r of W runs micro-batches r, r + W, r + 2W, ... If W does not divide ``count``, some ranks
-    idle in the last round: they run the last micro-batch again, with weight 0, because FSDP2 needs
-    all ranks. Multiply the loss, and any auxiliary loss, by the weight::
+    Rank r of W runs micro-batches r, r + W, r + 2W, ... If W does not divide ``count``, there are
+    not enough for the last round. The other ranks repeat the last micro-batch with weight 0,
+    because FSDP2 needs all ranks. Multiply the loss, and any auxiliary loss, by the weight::
 
         for index, weight in micro_batches(count, mesh):  # one backward in each
             loss = cross_entropy(model(inputs[index]), targets[index], reduction="sum")
             (loss * (weight / tokens)).backward()  # tokens: of the whole step
 
     With :func:`set_gradient_transport`, gradients that are sums (``set_gradient_divide_factor``),
-    ``clip_grad_norm_(..., exact=True)`` and an optimizer that computes each element alone, the
-    weights after the step have the same bits on any number of ranks. docs/fsdp2.md has the whole
-    loop, and what the bits still depend on.
+    ``clip_grad_norm_(..., exact=True)`` and an elementwise optimizer, the weights after the step
+    have the same bits on any number of ranks. docs/fsdp2.md shows the whole loop, and says what
+    else the bits depend on.
 
     Args:
         count: the number of micro-batches of the step, over all ranks; the same on all ranks.
         mesh: the 1-D mesh of the data-parallel ranks.
 
     Yields:
-        The micro-batch's number, from 0 to ``count - 1``, and 1.0, or 0.0 where this rank idles.
+        The micro-batch's number, from 0 to ``count - 1``, and 1.0, or 0.0 for a repetition.
 
     Collectives: none.
 
     Raises:
-        TypeError, ValueError: for invalid arguments. For a model whose sums would depend on the
-            number of ranks, or that is reduced twice in a micro-batch, or not at all: in the call,
-            in the backward, or at the next micro-batch, with the name of the module.
+        TypeError, ValueError: an argument is invalid; or gradients are reduced twice in a
+            micro-batch, not at all, or to sums that depend on the number of ranks. That error names
+            the module, and is raised in the call, in the backward, or at the next micro-batch.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"micro_batches needs a DeviceMesh, got a {type(mesh).__name__}")
@@ -113,7 +113,7 @@ def _reductions() -> list[EncodedReduction]:
 
 
 def _problems_of_all(ranks: list[int]) -> str | None:
-    """Return a problem if all models have one. The loop checks the model that is trained."""
+    """Return a problem if every model has one. The loop checks the reductions that run."""
     reductions = _reductions()
     if not reductions and len(ranks) > 1:
         return (
@@ -125,11 +125,11 @@ def _problems_of_all(ranks: list[int]) -> str | None:
 
 
 def _problems(reduction: EncodedReduction, mesh: list[int]) -> Iterator[str]:
-    """Yield the reasons why a reduction over ranks can't sum micro-batches of a mesh's ranks."""
+    """Yield the reasons why a reduction can't sum the micro-batches of the ranks in ``mesh``."""
     group, name = reduction.group, reduction.module
     parameters = [p for p in internals.fsdp_parameters([group]) if p.is_trained]
     ranks = dist.get_process_group_ranks(internals.fsdp_reduce_scatter_group(group))
-    # Sums follow the order of the mesh, whose ranks may each stand for several ranks of the group.
+    # Sums follow the order of the mesh. The group may have several ranks for each mesh rank.
     places = [ranks.index(rank) * len(mesh) // len(ranks) for rank in mesh if rank in ranks]
     if internals.fsdp_has_second_reduction(group):
         yield (

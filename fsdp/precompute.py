@@ -8,8 +8,8 @@ The mesh of a weight may lack some of these axes. Ranks with different coordinat
 have different weights. So the vector has one slot per coordinate for such a weight, and a rank
 fills in only its own slot.
 
-The statistics of a shard are at their global positions, so that every rank gets the statistics of
-the whole weight.
+In the vector, the statistics of a shard are at their global positions, so that every rank gets the
+statistics of the whole weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -48,14 +48,14 @@ class _Measured(NamedTuple):
 
 
 def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
-    """Measure the shards of weights, by the id of the parameter and the key of the scheme."""
+    """Measure the shards of weights; return the statistics by parameter and scheme."""
     groups: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
     for weight, kept in weights.items():
         local, device = weight.shard(), weight.device
         for scheme in kept.schemes:
-            # The scales are those of the gathered values. An amax is rounded like the values. (A
-            # batched measurement copies the addresses of tensors to the device, which must not
-            # change.)
+            # The scales are those of the gathered values. For Dense, rounding the amaxes is enough
+            # (_placed). Its batched measurement keeps a table of the tensors' addresses, which
+            # copies would change.
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
                 local = local.to(weight.gathered_as)
             kind = scheme.key, local.dtype, local.device, device
@@ -86,7 +86,7 @@ def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics)
     layout = weight.layout()
     assert layout is not None
     sharded = layout.sharded_axes()
-    # If statistics of more than the shard are kept, they come from all ranks.
+    # If the weight keeps statistics of more than its shard, all ranks contribute to them.
     is_shard = kept.layout == layout and not kept.whole
     axes = scheme.axes(layout) if is_shard else (sharded,) * len(local)
     places = [
@@ -101,8 +101,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 
     Call it on all ranks after ``optimizer.step()``, or let :func:`fp8_dist.attach_update` do
     so. The next forward and backward then need no amax collectives for weights, whether these are
-    sharded by FSDP2, by tensor parallelism, or by both. A weight that is not distributed needs no
-    other rank, and is left out.
+    sharded by FSDP2, by tensor parallelism, or by both. A weight that is not distributed is left
+    out.
 
     Compiled code may call it, with a graph break. Graphs that use scales are not recompiled.
 
@@ -112,9 +112,9 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         module: the model, or a part of it.
 
     Collectives: one all-reduce (MAX) of 4 bytes per scale that depends on several ranks; none if no
-    scale does. With one scale per row, these are the scales of row-parallel weights, and of weights
-    that FSDP2 shards unevenly. If all of the scales are those of blocks that shards cut, there is 1
-    byte per block. There are more bytes if weights live on different axes of the mesh. If the mesh
+    scale does. With one scale per row, only row-parallel weights, and weights that FSDP2 shards
+    unevenly, have such scales. If all such scales are those of blocks that shards cut, the message
+    has 1 byte per block. It is larger if weights live on different axes of the mesh. If the mesh
     was sliced from one that leaves out ranks of the world, there is one all-reduce for each axis.
 
     A stage of a pipeline has no group over its axes at first. The first call makes the groups of

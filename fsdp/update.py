@@ -30,9 +30,8 @@ def update_float8_scales(module: nn.Module) -> None:
 
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
       FSDP2 gathers in float8, or that tensor parallelism distributes. Other weights do not need it:
-      the parts that FSDP2 gathers in high precision are scaled after each gather, if their scales
-      cover no values of other ranks, and weights that are whole on every rank need no amax of
-      another rank.
+      when they are cast, each rank has all values that a scale covers. Either they are whole on
+      every rank, or FSDP2 has gathered them in high precision.
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
@@ -64,9 +63,9 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 
     Call it once per optimizer step, on all ranks, outside of forward and backward: after the last
     micro-batch, and before or after ``optimizer.step()``. Scales become the same on all ranks that
-    share the model. These are the ranks on the meshes of its weights, and of inputs that are
-    prepared in float8. Data-parallel ranks with plain weights, as in DDP, each keep histories of
-    their own. A call without a forward since the last call changes nothing.
+    share the model. These are the ranks on the meshes of its weights, and of inputs that
+    ``PrepareFloat8ModuleInput`` casts. Data-parallel ranks with plain weights, as in DDP, each keep
+    histories of their own. A call without a forward since the last call changes nothing.
 
     Args:
         module: the model, or a part of it.
@@ -107,25 +106,25 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 def _recorded(
     layers: Sequence[Float8Linear], has_shards: bool
 ) -> tuple[list[AmaxHistory], list[torch.Tensor | float], int]:
-    """Return the histories of layers, the amaxes of this rank, and the number of the weights.
+    """Return the histories of layers, the amaxes of this rank, and the number of weights.
 
     A rank whose micro-batches did not use a layer has recorded nothing, but FSDP2 has cast its
-    shard of the weight for the ranks that did. So it gives the amax of that cast, which counts if
-    any rank used the layer. A mark for each weight says so: it is negative on all other ranks.
+    shard of the weight for the ranks that did. So this rank contributes the amax of that cast. The
+    amax counts only if some rank used the layer. A mark per weight, negative if not, tells this.
 
     Args:
         has_shards: whether other ranks have shards of the weights.
 
     Returns:
-        The histories; their amaxes, followed by marks that have no history; and the number of the
-        weights. The last amaxes are those of the weights, followed by the marks in the same order.
+        The histories; their amaxes, with further marks at the end; and the number W of weights. The
+        last 2 * W values are the amaxes of the weights, then their marks, in the same order.
     """
     pairs: list[tuple[AmaxHistory, AmaxHistory | None]] = []
     others: list[AmaxHistory] = []
     for layer in layers:
         operands = dict(layer.histories)
         if has_shards and (weight := operands.pop("weight", None)) is not None:
-            # The amax of another operand serves as a mark. (Several layers share a prepared input.)
+            # The amax of another operand serves as a mark, but not that of a shared input.
             marking = next((name for name in operands if name != PREPARED_INPUT), "")
             pairs.append((weight, operands.pop(marking, None)))
         others += operands.values()
@@ -154,8 +153,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         optimizer: an optimizer that updates float8 weights of ``module``, made after
             ``apply_tp_plan`` and ``fully_shard``. It may also be a wrapper
             (accelerate's AcceleratedOptimizer) or a container (torchtitan's OptimizersContainer, a
-            list). If that runs no hooks of its own, the update runs once, after the last of the
-            optimizers inside of it that update a weight of ``module``. For several optimizers, pass
+            list). If the wrapper or container runs no step hooks itself, the update runs after the
+            last of its optimizers that update a weight of ``module``. For several optimizers, pass
             a list in the order of their steps, or the one that steps last. If they step within a
             backward, pass all of them: the update then runs when the backward has ended.
         module: the model, or a part of it.
@@ -165,7 +164,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights, or holds parameters in whose place layers have others.
+            weights, or holds parameters that layers have replaced.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     weights = weights_of_model(module, "attach_update")

@@ -7,14 +7,14 @@ Such a weight is three tensors, in FSDP2's terms:
 * The *all-gather input* is the shard's float8 bytes as ``uint8``, padded to the size that FSDP2
   gives every rank. If shards are even, scales that differ between shards are further inputs, and
   the bytes may be packed. If shards are uneven, FSDP2 only accepts inputs of the padded size, and
-  all scales come from the all-reduce of precompute, or from one for this weight.
+  all scales come from precompute's all-reduce, or from one for this weight alone.
 * The *unsharded parameter* is a ``Float8Tensor`` over FSDP2's all-gather output, or a DTensor of it
   on the tensor-parallel mesh. The forward computes with it. Packed bytes are unpacked to a tensor
   that FSDP2 allocates and frees with the parameter.
 
-The statistics of the weight are in the sharded parameter, see Note [What is known of a weight]. The
-hooks find it through the layer that owns the weight, which FSDP2 passes to them, because with CPU
-offload they run on a copy.
+The sharded parameter caches the statistics of the weight, see Note [What is known of a weight].
+With CPU offload the hooks run on a copy of it. So they find the parameter through the layer that
+owns the weight, which FSDP2 passes to them.
 """
 
 from collections.abc import Iterable, Sequence
@@ -72,7 +72,7 @@ class Float8AllGatherWeight(KnownWeight):
         weight = weights_of(module)[self.name_of_weight]
         plan, (cast, whole) = weight.gather_plan(), weight.gather_cast(self)
         data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
-        # A view of the payload's dtype, so that an audit can find it.
+        # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
         data = as_bytes(data.view(cast.qdata.dtype))
         scheme, scales = cast.scheme, cast.scales
         if whole is not None:
@@ -105,7 +105,7 @@ class Float8AllGatherWeight(KnownWeight):
                 _unpack(data, unsharded.qdata, scheme)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
-        # tensors that this method returns. The output is the padded weight. It has another shape
+        # tensors that this method returns. The output is padded, and its shape is not the weight's
         # if a dim other than the first is sharded.
         if plan.packs:
             with torch.inference_mode(False):  # it is kept for training
@@ -133,16 +133,16 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
 def wrap_sharded(parameter: internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
     """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as its layers ask.
 
-    A weight that is gathered in high precision gets a tensor that holds the statistics of
-    precompute, if other ranks have parts of it. The parameter, a DTensor, stays the same. Packed
-    data that can't be gathered packed is unpacked.
+    If FSDP2 gathers a weight in high precision, but its scales cover values of several ranks, its
+    local tensor becomes a ``KnownWeight``, which caches the statistics of precompute. The
+    parameter, a DTensor, stays the same. Packed data that can't be gathered packed is unpacked.
 
     Args:
         weights: the float8 weights of all users of the parameter.
 
     Raises:
         ValueError: another module uses a parameter that is to be gathered in float8; or tensor
-            parallelism leaves some rank with none of it, whose gradient FSDP2 can't reduce.
+            parallelism leaves a rank without any of it, and FSDP2 can't reduce empty gradients.
     """
     users, sharded = parameter.users, parameter.sharded
     local = internals.dtensor_local(sharded)
@@ -177,7 +177,7 @@ def wrap_sharded(parameter: internals.FsdpParameter, weights: Sequence[Float8Wei
 
 
 def _packs(weight: Float8Weight) -> bool:
-    """Whether FSDP2 gathers a weight of four bits packed; warn once if it does not."""
+    """Return whether FSDP2 gathers a 4-bit weight packed; warn once if it does not."""
     plan = weight.gather_plan()
     if not plan.packs:
         warn_once(

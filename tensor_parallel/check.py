@@ -27,12 +27,12 @@ from fp8_dist.torch_internals import tree_leaves, tree_map_only
 # A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
 # ones 6 or more (2 and 4 ranks, 2 to 12 layers, fp32 and bf16, all recipes).
 _MARGIN = 3.0
-# The relative size of rounding errors, at least. In fp32 one amax in a new binade may change all
+# The minimum relative size of rounding errors. In fp32 one amax in a new binade may change all
 # values of a cast, so the errors of fp32 itself would be too small.
 _ROUNDING = 2.0**-12
 
-# With fewer elements, as in a scalar loss, one draw of rounding errors may be almost zero. Only
-# differences that exceed the values themselves count then.
+# With fewer elements, as in a scalar loss, one draw of rounding errors may be almost zero. Then
+# differences are also measured against the values themselves.
 _FEW = 64
 
 _Tensors = Mapping[Any, list[torch.Tensor]]
@@ -53,23 +53,23 @@ def check_tp_plan(
     state of random numbers are not changed. The copies are in eval mode, without dropout.
 
     The floating-point outputs of modules are compared, and then the gradients of parameters, by the
-    root mean square of the difference. It counts if it is more than three times what rounding the
-    output of each module, and its gradient, changes on one device. A plain tensor is compared with
-    the tensor of one device, or, if it is the output of the model or of a module of the plan, with
-    this rank's part along one dim. It also agrees if the sum over ranks does. Other outputs of
-    another shape are not compared, and tensors of fewer than 64 elements only roughly. Weights that
-    are zero hide errors in their inputs.
+    root mean square of the difference. A difference counts if it is more than three times as large
+    as the change on one device when the output of each module, and its gradient, are rounded. A
+    plain tensor is compared with the tensor of one device, or with this rank's part of that along
+    one dim if it is the output of the model or of a module of the plan. It also agrees if its sum
+    over ranks does. Other outputs of another shape are not compared. Tensors of fewer than 64
+    elements are compared roughly. Weights that are zero hide errors in their inputs.
 
     Args:
         model: the model before ``apply_tp_plan``, ``fully_shard`` and ``torch.compile``, converted
             or not. It has the same weights on all ranks.
         mesh, plan: as for :func:`apply_tp_plan`.
         batch: the arguments of the forward: a tuple or list of them, a dict of keyword arguments,
-            or else the only one. Tensors are whole, the same on all ranks.
+            or else the only argument. Tensors are whole, and the same on all ranks.
         loss: a function of the model's output that returns a scalar. None: the sum of all outputs
             with random weights.
 
-    Afterwards ``apply_tp_plan`` does not warn of the layers of ``model`` that look fused under
+    Afterwards ``apply_tp_plan`` does not warn about layers of ``model`` that look fused under
     ``plan``.
 
     Collectives: an all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare weights
@@ -79,7 +79,7 @@ def check_tp_plan(
 
     Raises:
         ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
-            first one is named, with how much), the plan does not fit (see ``apply_tp_plan``), the
+            first one and its size are named), the plan does not fit (see ``apply_tp_plan``), the
             model is sharded already or on the meta device, or ranks have different weights or
             batches. On the ranks where it happens: the forward or the backward fails (the module is
             named).
@@ -151,7 +151,7 @@ class _Run:
         outputs: copies of the outputs of modules, whole or local, in the order in which calls end.
             The last ones are the model's.
         within: the names of the modules whose calls have not ended.
-        is_forward: whether outputs are copied: not those of recomputations in the backward.
+        is_forward: whether outputs are copied. Recomputations in the backward are not.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
@@ -174,7 +174,7 @@ class _Run:
                 self.outputs[name, number] = copies
             return output
 
-        # They stay for the backward, where activation checkpointing calls modules again.
+        # The hooks stay for the backward, where activation checkpointing calls modules again.
         for name, module in self.model.named_modules():
             module.register_forward_pre_hook(partial(enter, name), prepend=True)
             module.register_forward_hook(partial(leave, name))
@@ -187,7 +187,7 @@ class _Run:
         self.is_forward = False
 
     def backward(self, loss: Callable[[Any], Any] | None, outputs: list[torch.Tensor]) -> None:
-        """Compute the gradients; ``outputs`` are whole, those of one device."""
+        """Compute the gradients; ``outputs``: the whole outputs of the run on one device."""
         torch.manual_seed(0)
         weights = [torch.randn_like(output) for output in outputs]
         if loss is not None:
@@ -207,7 +207,7 @@ class _Run:
                 torch.stack(terms).sum().backward()
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """The trained parameters, in about the order in which a backward comes to them."""
+        """The trained parameters, in about the order in which a backward reaches them."""
         named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         # Parameters that no call of their own module uses come last.
         order = {name: i for i, (name, _) in enumerate(reversed(self.outputs))}
@@ -247,7 +247,7 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
     for call, expected in one.outputs.items():
         (name, _), suffix = call, ""
         if errors[call].counts and name:
-            # They may be summands, which a module around this one adds.
+            # The outputs may be summands, which a module around this one adds up.
             sums = [torch.zeros_like(x) for x in expected]
             for total, x in zip(sums, comparable.get(call, []), strict=False):
                 if total.shape == x.shape:
@@ -272,7 +272,7 @@ def _errors(
 ) -> dict[Any, _Error]:
     """The largest error of each list of tensors, over the tensors and over the ranks.
 
-    Its ratio is -1 if ``parallel`` does not have the list on any rank.
+    The ratio is -1 if ``parallel`` has no such list on any rank.
     """
     rows = []
     for key, tensors in one.items():
@@ -292,7 +292,7 @@ def _errors(
 
 
 def _distance(whole: torch.Tensor, other: torch.Tensor | None, mesh: DeviceMesh) -> float:
-    """The RMS of the difference; infinite for NaN, or if the other is not a part of its shape."""
+    """The RMS of the difference; infinite for NaN, or if ``other`` is not shaped like a part."""
     if other is None or (part := _part(whole, other.shape, mesh)).shape != other.shape:
         return torch.inf
     return _rms(torch.where(part == other, 0, part - other))
@@ -304,7 +304,7 @@ def _rms(x: torch.Tensor) -> float:
 
 
 def _part(whole: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part along the first dim of another size than in ``shape``, if there is one."""
+    """This rank's part along the first dim whose size differs from ``shape``; else all of it."""
     for dim, (size, other) in enumerate(zip(whole.shape, shape, strict=False)):
         if size != other:
             return taken(whole, local_pieces(Layout(mesh, (Shard(dim),), whole.shape)))

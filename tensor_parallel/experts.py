@@ -91,10 +91,10 @@ class Float8ExpertParallel(_ExpertsStyle):
 class Float8ExpertTensorParallel(_ExpertsStyle):
     """Style for converted experts: ranks divide the hidden features of each expert.
 
-    The first weight is column-parallel, the last row-parallel: in transformers' experts
+    The first weight is column-parallel, the last row-parallel. In transformers' experts,
     ``gate_up_proj`` becomes ``_StridedShard(1, split_factor=2)``, so that each rank has parts of
-    gate and of up, and ``down_proj`` ``Shard(2)``. All ranks have the same tokens and routing, and
-    get the same output. With scales of blocks, no block may be split between ranks.
+    gate and of up. ``down_proj`` becomes ``Shard(2)``. All ranks have the same tokens and routing,
+    and get the same output. With scales of blocks, no block may be split between ranks.
 
     The operands of all GEMMs have the bits of one device. The output, and the gradients of tokens
     and of routing weights, differ by the order of the sum over ranks, as in row-parallel layers.

@@ -31,9 +31,9 @@ def share_input(
     Args:
         input: a plain tensor with the placement that the layers declared for their input; or a
             DTensor on a 1-D mesh, for layers whose parameters are DTensors.
-        layers: column-parallel layers with the same config. They have declared the same mesh and
-            input placement, or none of them has. The first layer has the amax history of a DELAYED
-            scale.
+        layers: column-parallel layers with the same config. All have declared the same mesh and
+            input placement, or none has declared any. The first layer has the amax history of a
+            DELAYED scale.
         reduce_transport: as in ``PrepareFloat8ModuleInput``, for a DTensor. For a plain tensor the
             layers declare it.
 
@@ -49,7 +49,7 @@ def share_input(
             disagree; ``input`` is a DTensor on a mesh of several axes; or ``reduce_transport`` is
             given for an input whose layers declare it.
         TypeError: ``layers`` is not a sequence of Float8Linear; or ``input`` is a DTensor where a
-            local tensor was declared, or the other way round.
+            local tensor was declared, or vice versa.
     """
     if not torch.compiler.is_compiling():
         _check(input, layers, reduce_transport)
@@ -116,7 +116,7 @@ def as_float8_input(
         layout: the placement of ``x``, if it is a plain tensor; ``None``: do not cast it.
         history: the amax history of a DELAYED scale.
         owner: the ``float8_weight`` of the first layer that takes the input.
-        number: that of the input among those that share the history, from 1 on.
+        number: the position of the input, from 1 on, among the inputs that share the history.
     """
     castable = isinstance(x, Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
@@ -189,7 +189,7 @@ class _Gather(torch.autograd.Function):
         ctx.spec, ctx.layout = spec, layout
         ctx.set_materialize_grads(False)
         if layout.placements == (Replicate(),):
-            return layout.wrap(local_tensor(input))  # autograd would make a view of the input
+            return layout.wrap(local_tensor(input))  # autograd would replace ``input`` by a view
         return input.redistribute(placements=(Replicate(),))
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Check of the lengths of sequences that a plan divides between ranks as plain tensors.
 
 A style that reads such parts (``input_layouts=Shard(1)``) can't know the lengths of other ranks'
-parts, and assumes equal ones. Its gather of unequal parts aborts, or never ends. The whole length
-is known where a tensor is divided, and there it is the same on all ranks.
+parts, and assumes equal ones. Its gather of unequal parts aborts, or never ends. So the length is
+checked where a tensor is divided: there the whole length is known, the same on all ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard, parallel
 
 
 def check_lengths(model: nn.Module, size: int, styles: dict[str, parallel.ParallelStyle]) -> None:
-    """Let modules raise ValueError in the forward if they divide a length that ``size`` does not.
+    """Make modules raise ValueError in the forward if ``size`` doesn't divide a length to shard.
 
-    Only dims are checked along which styles read plain parts. The last dim has features, whose
-    number the layers know. Call this before the styles are applied, so that the check runs first.
+    Only dims along which styles read plain parts are checked, and not the last dim: the layers know
+    the number of features. Call this before the styles are applied, so that the check runs first.
     """
     parts = [(name, part) for name, style in styles.items() for part in _simple_styles(style)]
     layouts = (layout for _, style in parts for layout in _read(style))
@@ -59,7 +59,7 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
 
 
 def _simple_styles(style: Any) -> Iterator[Any]:
-    """Yield the styles of which a style consists."""
+    """Yield the styles that a style combines, or the style itself."""
     if isinstance(style, parallel.PrepareModuleInputOutput):
         yield from (style.prepare_module_input, style.prepare_module_output)
     else:

@@ -32,8 +32,8 @@ def declare_placements(
             in_features]``, one of them divided by the size of the mesh if the weight is sharded.
             Parts must be equal. FSDP2 may shard them over other axes of the same root mesh, before
             or after this call.
-            If scales cover the values of several ranks, a plain weight becomes another parameter,
-            on the same storage, so make the optimizer after this call.
+            If scales cover the values of several ranks, another parameter on the same storage
+            replaces a plain weight, so make the optimizer after this call.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
         weight: ``Shard(0)`` (column-parallel), ``Shard(1)`` (row-parallel) or ``Replicate()``. A
             bias is sharded with ``Shard(0)``, and replicated otherwise.
@@ -62,7 +62,7 @@ def declare_placements(
             not a Placement.
         ValueError: the mesh is not 1-D; a placement is not among those above; ``reduce_transport``
             is given and nothing is summed; the weight has been distributed over ``mesh``
-            already; its shape does not fit; or ranks differ.
+            already; its shape does not fit; or ranks differ in the layer or the arguments.
     """
     if isinstance(mesh, DeviceMesh):
         # First of all, because only some ranks may fail the checks below.
@@ -97,7 +97,7 @@ def declare_placements(
             "of a row-parallel layer (weight=Shard(1)), or of grad_input of a column-parallel one, "
             f"not to {weight=}, {input=}, {output=}"
         )
-    # The sizes of the weight must be those of a rank's part; they are alike on all ranks.
+    # The sizes of the weight must be those of a rank's part, and are the same on all ranks.
     if layer.weight.ndim != 2:
         raise ValueError(
             f"{layer.fqn}: the weight has shape {tuple(layer.weight.shape)}, not [out_features, "

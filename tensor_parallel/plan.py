@@ -32,7 +32,7 @@ Plan = dict[str, parallel.ParallelStyle]
 _HEADS = ("n_heads", "n_head", "num_heads")
 _KV_HEADS = ("n_kv_heads", "n_kv_head", "num_key_value_heads")
 
-# Names of layers that are several projections. (DeepSeek's kv_b_proj is ordered by head.)
+# Names of layers that combine projections. (DeepSeek's kv_b_proj is ordered by head.)
 _FUSED = re.compile(r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.I)
 
 # Layers that look fused under a plan for which check_tp_plan has passed.
@@ -45,8 +45,8 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     Args:
         model: the model. Convert it before this call, and shard it with ``fully_shard`` afterwards.
         mesh: the tensor-parallel axis, 1-D: ``mesh["tp"]`` of a larger mesh.
-        plan: module names, in which ``*`` stands for any part, to styles of torch or of this
-            library.
+        plan: a dict from module names, whose parts may contain ``*``, to styles of torch or of
+            this library.
 
     Returns:
         ``model``.
@@ -54,9 +54,9 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     Parameters that modules share (tied embeddings) stay shared. Converted layers may have torch's
     styles. Their activations are then redistributed in high precision, with a warning.
 
-    A warning names column-parallel layers that look fused, by their names (``qkv``, ``c_attn``,
-    ``in_proj``, ``gate_up_proj``, ``kv``). Each rank gets consecutive output features, so the model
-    must take q, k and v by head. Layers are not named if the model has passed
+    A warning lists column-parallel layers whose names are those of fused layers (``qkv``,
+    ``c_attn``, ``in_proj``, ``gate_up_proj``, ``kv``). Each rank gets consecutive output features,
+    so the model must order q, k and v by head. Layers are not listed if the model has passed
     :func:`check_tp_plan` with a plan under which they look fused, or if ``hf_tp_plan`` made the
     plan.
 
@@ -71,9 +71,9 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             a module without a ``Float8Linear``; a head count is not divisible by the mesh's size; a
             :class:`CheckedStyle` does not fit its module; or modules that share a parameter would
             shard it in several ways.
-            The error lists all offenders, the same on all ranks. Nothing has been changed, except
-            that shared parameters are checked afterwards. In a forward: the plan divides a sequence
-            into plain tensors that are not equal, and other styles read them.
+            The error lists all offenders, the same on all ranks. Nothing has been changed, unless
+            the error is about shared parameters, which are checked last. A forward raises it if the
+            plan divides a sequence into unequal plain tensors that other styles read.
     """
     check_axis(mesh, "apply_tp_plan")
     if not isinstance(plan, Mapping):
@@ -144,15 +144,15 @@ def _warn_of_high_precision(model: nn.Module, styles: Plan) -> None:
 def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:
     """Return the column-parallel layers that look like several projections in one.
 
-    There are none on a mesh of one rank, and none that were checked.
+    The list is empty on a mesh of one rank, and leaves out layers that have been checked.
     """
     fused = []
     for name, style in styles.items() if mesh.size() > 1 else ():
         layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
         if not isinstance(style, parallel.ColwiseParallel) or not isinstance(layer, nn.Linear):
             continue
-        # The style that hf_tp_plan gives to the parent has the number of parts of the layer's
-        # output, of which no rank splits one: transformers declares the layer to be ordered.
+        # The style that hf_tp_plan gives to the parent lists layers that transformers declares to
+        # be ordered: no rank splits one of the ``parts`` of their outputs.
         is_ordered = child in getattr(styles.get(parent), "parts", ())
         is_whole = style.output_layouts == (Replicate(),)
         if not (is_ordered or is_whole or layer in checked_layers) and _FUSED.search(child):
@@ -226,7 +226,7 @@ def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that several modules, or several names in one, share."""
+    """Return the names of each parameter that has several, in one module or in different ones."""
     names: dict[int, list[str]] = {}
     for fqn, module in model.named_modules():
         for name, parameter in module.named_parameters(fqn, recurse=False, remove_duplicate=False):

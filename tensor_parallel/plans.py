@@ -1,6 +1,6 @@
 """The tensor-parallel plan of the reference Llama, and the styles that plans use.
 
-The *consumers* of a block are the linear layers that read the block's input: ``wq``, ``wk`` and
+The *readers* of a block are the linear layers that read the block's input: ``wq``, ``wk`` and
 ``wv`` of attention, ``w1`` and ``w3`` of feed-forward. The *writer* of a block is the layer whose
 output is added to the residual stream.
 
@@ -77,7 +77,7 @@ def _output_hook(module: nn.Module, inputs: Any, output: DTensor) -> torch.Tenso
 
 
 def check_names(model: nn.Module, expected: Iterable[str], caller: str) -> dict[str, nn.Module]:
-    """Return a model's modules by name; raise ValueError that lists all missing names."""
+    """Return a model's modules by name; raise a ValueError that lists all missing names."""
     if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         raise ValueError(
             f"{caller} does not know the module names of this {type(model).__name__}, a model of "
@@ -161,7 +161,7 @@ def prepare_style(
     return (plain or parallel.PrepareModuleInput)(**arguments)
 
 
-# The norm, the consumers and the writer of each block of a layer.
+# The norm, the readers and the writer of each block of a layer.
 _BLOCKS = {
     "attention": ("attention_norm", ("wq", "wk", "wv"), "wo"),
     "feed_forward": ("ffn_norm", ("w1", "w3"), "w2"),
@@ -194,9 +194,9 @@ def llama_tp_plan(
         loss_parallel: the head returns logits as a DTensor sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``. False: full logits, as a plain
             tensor.
-        reduce_transport: as in the styles, for all sums of converted layers over ranks: those of
-            the outputs of ``wo`` and ``w2``, and of the input gradients of blocks and of the head.
-            The sums of the embedding and of unconverted layers stay in high precision.
+        reduce_transport: as in the styles, for the sums of converted layers over ranks: the outputs
+            of ``wo`` and ``w2``, and the gradients of the inputs of blocks and of the head. The
+            sums of the embedding and of unconverted layers stay in high precision.
             With a transport, results depend on the number of ranks.
 
     Returns:

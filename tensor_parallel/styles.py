@@ -37,7 +37,7 @@ class CheckedStyle(ParallelStyle):
         yield from ()
 
     def check(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Compare the module's layers between ranks, and raise ValueError if they don't fit."""
+        """Compare the module's layers between ranks; raise ValueError if the style doesn't fit."""
         check_axis(mesh, "parallelize_module")
         weights = float8_weights(module).values()
         if not weights or any(not weight.is_compared for weight in weights):
@@ -129,13 +129,13 @@ class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
         output_layouts: placement of the output; default ``Shard(-1)``.
         use_local_output: return a plain tensor instead of a DTensor.
         reduce_transport: the encoding in which grad_input travels: ``"float8"`` or ``"bf16"``, with
-            sums in fp32. None: torch's collectives. **The result depends on the number of ranks**,
-            so the rule that training on a mesh gives the same bits as on one device does not hold.
+            sums in fp32. None: torch's collectives. With an encoding, **the result depends on the
+            number of ranks**: training on a mesh does not give the same bits as on one device.
 
     Collectives: in the forward, an all-gather of the input, if it is sharded and was not gathered
     before. In the backward, a reduce-scatter (or all-reduce) of grad_input in high precision, or
-    with ``reduce_transport`` an all-to-all of 1.008 (float8) or 2 (bf16) bytes per element. An
-    all-reduce also gathers as many bytes of sums. And the amax all-reduces of the recipe:
+    with ``reduce_transport`` an all-to-all of 1.008 (float8) or 2 (bf16) bytes per element, and in
+    place of an all-reduce also an all-gather of as many. Plus the amax all-reduces of the recipe:
 
     * ``tensorwise`` gathers 1 byte per element. It reduces 4 bytes for a sharded input, and 4 for
       grad_output.
@@ -148,8 +148,8 @@ class Float8ColwiseParallel(_Float8LinearStyle, ColwiseParallel):
 
     Raises:
         ValueError: the style is applied to a module that is not a Float8Linear;
-            ``reduce_transport`` is not one of the above; or, in the forward, it is given and the
-            input is a DTensor that was gathered before.
+            ``reduce_transport`` is not one of the above; or, in the forward, it is not None but
+            the input is a DTensor that was gathered before.
     """
 
 
@@ -166,7 +166,7 @@ class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
 
     Collectives: in the forward, a reduce-scatter (or all-reduce) of the output in high precision,
     or with ``reduce_transport`` an all-to-all as in :class:`Float8ColwiseParallel`. In the
-    backward, an all-gather of grad_output, if the output is sharded. And the amax all-reduces of
+    backward, an all-gather of grad_output, if the output is sharded. Plus the amax all-reduces of
     the recipe:
 
     * ``tensorwise`` gathers 1 byte per element. It reduces 4 bytes for the input, and 4 for a

@@ -1,4 +1,4 @@
-"""What every test gets: a fixed seed, one thread, the pools of ranks, the markers of GPUs."""
+"""Fixtures and settings for all tests: a fixed seed, one thread, pools of ranks, GPU markers."""
 
 import gc
 import os
@@ -8,24 +8,24 @@ from getpass import getuser
 from pathlib import Path
 from tempfile import gettempdir
 
-# Before torch is imported, here and in the ranks that inherit it: tests compare bits, and
-# the ranks share few cores.
+# Set before torch is imported, also for ranks, which inherit it: tests compare bits, and ranks
+# share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-# Each process would compile and load a test program for each vector extension of this CPU.
+# Otherwise each process would compile and load a test program per vector extension of this CPU.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-# torch's cache of compiled graphs does not know this variable: with it, graphs whose loops are made
-# for AVX-512 would be compiled for AVX2, and give other values.
+# torch's cache of compiled graphs ignores this variable. Without a cache of its own, graphs with
+# loops for AVX-512 would be compiled for AVX2, and have different results.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(gettempdir()) / f"torchinductor_{getuser()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-# torch raises there what it only warns of elsewhere: operators whose outputs share memory.
+# With CI set, torch raises an error, not just a warning, if outputs of an operator share memory.
 os.environ.setdefault("CI", "1")
 
 import pytest
 import torch
 
-# Before Triton is imported: where there is no GPU its kernels run in its interpreter.
+# Set before Triton is imported: without a GPU its kernels run in its interpreter.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -38,9 +38,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips tests marked `gpu` or `gpus(n)`, where there are too few. Programs are marked `full`.
+    """Skip tests marked `gpu` or `gpus(n)` if GPUs are missing. Mark tests of scripts as `full`.
 
-    (The only other skips are those of tests in a browser, where there is none.)
+    (The only other skips are tests in a browser, if there is none.)
     """
     devices = torch.cuda.device_count()
     for item in items:
@@ -55,14 +55,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_process() -> None:
-    """One thread; and the garbage collector need not look at what modules have made."""
+    """Use one thread, and exclude the objects of modules from garbage collection."""
     torch.set_num_threads(1)
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    """The same seed; and no code that others compiled, of which dynamo keeps eight per function."""
+    """Set the seed, and drop code compiled in other tests: dynamo keeps only eight per function."""
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
@@ -70,7 +70,7 @@ def fresh() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPools]:
-    """`ranks(world_size)` is a `ranks.RankPool`; the same one for all tests of the session."""
+    """Pools by size: `ranks(world_size)` is a `ranks.RankPool`, shared by all tests."""
     pools = RankPools()
     yield pools
     pools.close()
@@ -78,7 +78,7 @@ def ranks() -> Iterator[RankPools]:
 
 @pytest.fixture
 def fake_world() -> Iterator[DeviceMesh]:
-    """A dp x tp mesh of 2 x 4 ranks in one process; collectives do nothing."""
+    """A dp x tp mesh of 2 x 4 ranks in one process, with collectives that do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
@@ -86,5 +86,5 @@ def fake_world() -> Iterator[DeviceMesh]:
 
 @pytest.fixture
 def fake_tp(fake_world: DeviceMesh) -> DeviceMesh:
-    """A mesh of 2 such ranks."""
+    """A mesh of two of these ranks."""
     return fake_world["dp"]

@@ -1,6 +1,6 @@
-"""``comm_audit``: a record of every collective.
+"""``comm_audit``: a recorder of every collective.
 
-Terms: ``collectives`` defines *collective* and *buffer*. In a *mixed gather*, FSDP2 copies
+Terms: ``collectives.py`` defines *collective* and *buffer*. In a *mixed gather*, FSDP2 copies
 parameters of several dtypes into one uint8 buffer, and gathers the buffer. Float8 is sent as uint8:
 the *payload dtype* of a uint8 tensor is the dtype of the tensor that it is a view of.
 
@@ -44,18 +44,18 @@ class CommRow:
         module: the FQN of the innermost module that was running, in forward or backward; ``""`` for
             the outermost module and for code outside of modules. Submodules of a compiled module
             count as the compiled module.
-        in_mixed_gather: whether the row of another dtype counts the messages that contained these
-            elements (FSDP2's gathers, packed rows, encoded summands).
+        in_mixed_gather: whether the messages with these elements (FSDP2's gathers, packed rows,
+            encoded summands) are counted in the row of another dtype.
         count: the number of collectives; 0 if ``in_mixed_gather``.
         elements: the number of elements in the buffers, summed over the collectives. Packed values
             count one by one.
         bytes: the size of these elements in bytes. The buffer is the output of an all-gather, the
             input of a reduce-scatter, the tensor of an all-reduce, or the largest tensor argument
             of an op that this library doesn't know.
-        bf16_bytes: the size without float8. An element of float8 or MXFP4 counts 2 bytes, also of
-            gradients, which may otherwise be reduced in fp32. Amaxes (all-reduces of int32 or
-            uint8) and scales of blocks (uint8 in a message with float8) count 0. All else counts
-            its size, also fp32 scales of rows, which look like fp32 parameters.
+        bf16_bytes: the size without float8. An element of float8 or MXFP4 counts 2 bytes, even in
+            gradients, which might otherwise be reduced in fp32. Amaxes (all-reduces of int32 or
+            uint8) and scales of blocks (uint8 in a message with float8) count 0. Everything else
+            counts its size, even fp32 scales of rows: they can't be told from fp32 parameters.
     """
 
     op: str
@@ -87,7 +87,7 @@ class CommTable:
     """The rows of collectives, and their totals."""
 
     def __init__(self, rows: Iterable[CommRow] = ()) -> None:
-        self._rows: dict[CommRow, CommRow] = {}  # by the row with zeros as its numbers
+        self._rows: dict[CommRow, CommRow] = {}  # keyed by the row with its numbers set to 0
         for row in rows:
             self.add(row)
 
@@ -132,12 +132,12 @@ class CommTable:
     def table(self, by_module: bool = False, baseline: bool = False) -> str:
         """Return the rows as text, with totals.
 
-        A ``+`` in place of a count marks data in the messages of another line of the same op and
-        axis.
+        A ``+`` in place of a count marks data whose messages another line, of the same op and axis,
+        counts.
 
         Args:
-            by_module: one line per module.
-            baseline: a column ``in bf16``: what the same collectives would send without float8
+            by_module: return one line per module.
+            baseline: add a column ``in bf16``: what the same collectives would send without float8
                 (``bf16_bytes`` of :class:`CommRow`).
         """
         rows = self.rows if by_module else self.without_modules().rows
@@ -208,11 +208,11 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
     on the algorithm and on the size of the group.
 
-    ``torch.profiler`` has the durations of collectives.
+    ``torch.profiler`` measures the durations of collectives.
 
     Args:
-        mesh: a mesh that names the axes of process groups that have no name of their own. For
-            example, the only axis of a one-dimensional mesh over all ranks is the default group.
+        mesh: a mesh whose axis names are reported for the process groups of its axes. For example,
+            the only axis of a one-dimensional mesh over all ranks is the default group.
 
     Returns:
         A context manager with ``.rows`` (a list of :class:`CommRow`), ``.count(...)`` and
@@ -237,7 +237,7 @@ def _is_low(dtype: torch.dtype) -> bool:
 
 
 def _bf16_bytes(op: str, dtype: torch.dtype, elements: int, nbytes: int, first: torch.dtype) -> int:
-    """Return ``bf16_bytes`` of a part of a message whose row is that of the dtype ``first``."""
+    """Return ``bf16_bytes`` of the part of a message in ``dtype``. ``first``: its first dtype."""
     if _is_low(dtype):
         return elements * torch.bfloat16.itemsize
     is_amax = op == "all_reduce" and dtype in (torch.int32, torch.uint8)
@@ -261,8 +261,8 @@ class _Recorder(TorchDispatchMode):
         # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
         # weak references keep an address from being reused.
         self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
-        # Bytes by payload dtype of messages of several tensors, such as the inputs of FSDP2's
-        # all-gathers, by the address of the message's storage.
+        # The bytes of each payload dtype in messages of several tensors (such as the inputs of
+        # FSDP2's all-gathers), keyed by the address of the message's storage.
         self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
 
     @classmethod
@@ -274,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         call = read_collective(func, args, kwargs) if isinstance(func, OpOverload) else None
         # A Float8Tensor is recorded here, as float8: this mode is off while its handler sends the
-        # message as uint8. Other subclasses run their handlers first, whose ops are recorded.
+        # message as uint8. For other subclasses, the ops that their handlers call are recorded.
         if any(_rewrites_ops(kind) and not (call and kind is Float8Tensor) for kind in types):
             return NotImplemented
         if call is not None:
@@ -344,7 +344,7 @@ class _Recorder(TorchDispatchMode):
     def _axis(self, group: dist.ProcessGroup | None) -> str:
         if group is None:
             return "unknown"
-        # torch's descriptions: of the default group, of a group without one, and of a mesh axis.
+        # torch describes the default group as default_pg, and the group of an axis as mesh_AXIS.
         nameless, described = f"group {group.group_name}", group.group_desc
         known = {"default_pg": "world", "": nameless, "undefined": nameless}
         name = known.get(described, described.removeprefix("mesh_"))
@@ -352,6 +352,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _rewrites_ops(kind: Any) -> bool:
-    """Return whether a tensor type turns an op into other ops. Modes handle ops on fake tensors."""
+    """Return whether a tensor type turns an op into other ops. Fake tensors leave it to a mode."""
     has_handler = kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     return has_handler and not issubclass(kind, STAND_INS)

@@ -1,12 +1,12 @@
 """Communication ops of torch: the tensors that they move, and their groups.
 
-Terms: a *collective* is one call of a communication op, which may also be a point-to-point op. Its
-*buffer* is the largest tensor that it moves: the output of an all-gather, the input of a
-reduce-scatter, the tensor of an all-reduce.
+Terms: a *collective* is one call of a communication op, point-to-point ops included. Its *buffer*
+is the largest tensor that it moves: the output of an all-gather, the input of a reduce-scatter, the
+tensor of an all-reduce.
 
-A kind of collective is read from the name of its op. The ops in ``IGNORED_OPS`` move no data. Any
-other op in torch's communication namespaces is recorded under its qualified name. So a new op of
-torch may be recorded with a wrong size, but it is never missed.
+The kind of a collective is derived from the name of its op. Ops in ``IGNORED_OPS`` move no data,
+and are not recorded. Other ops in torch's communication namespaces, if their kind is not known, are
+recorded under their qualified names. A new op of torch may get a wrong size, but is never missed.
 """
 
 from typing import Any, NamedTuple
@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from fp8_dist import torch_internals
 
-# The first kind whose letters are in the name of an op is that of the op.
+# An op is of the first of these kinds that its name contains, without underscores.
 _KINDS = ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "gather"]
 _KINDS += ["scatter", "reduce", "send", "recv", "batch_p2p"]
-# The namespaces whose ops are named after kinds. The ops of c10d_functional, which is deprecated,
-# decompose into those of _c10d_functional, except in inference mode.
+# The namespaces whose ops are named after kinds. Ops of the deprecated c10d_functional decompose
+# into ops of _c10d_functional, except in inference mode.
 _NAMED = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 NAMESPACES = _NAMED | {"c10d_functional", "symm_mem"}
 
@@ -43,7 +43,7 @@ class Collective(NamedTuple):
     op: str  # the kind; the op's qualified name if its kind is not known
     group: dist.ProcessGroup | None  # None if the op has no argument for the group
     tensors: tuple[torch.Tensor, ...]  # the buffer, or one rank's share of it
-    factor: int  # the size of the buffer, in sizes of ``tensors``
+    factor: int  # the size of the buffer, divided by the size of ``tensors``
 
 
 def read_collective(
@@ -51,7 +51,7 @@ def read_collective(
 ) -> Collective | None:
     """Return the collective that a call of an op issues, or None.
 
-    The buffer of an op of no known kind is assumed to be its largest tensor argument.
+    If the kind of an op is not known, its largest tensor argument is assumed to be the buffer.
     """
     if func.namespace not in NAMESPACES or (name := torch_internals.op_name(func)) in IGNORED_OPS:
         return None
@@ -63,7 +63,7 @@ def read_collective(
         by_size = sorted(_tensors(arguments), key=lambda tensor: tensor.nbytes)
         return Collective(name, group, tuple(by_size[-1:]), factor=1)
     assert group is not None, f"{name} was called without a process group"
-    # The parts of allgather_ may differ. Only one rank has the inputs of scatter_.
+    # The outputs of allgather_ may differ in size. Only one rank has the inputs of scatter_.
     prefix = "output" if name in ("c10d::allgather_", "c10d::scatter_") else ("input", "tensor")
     buffer = next(argument for name, argument in arguments.items() if name.startswith(prefix))
     has_share = kind in ("all_gather", "gather", "scatter") and name != "c10d::allgather_"
@@ -77,7 +77,7 @@ def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _group(group: Any) -> dist.ProcessGroup | None:
-    """Return the group of an argument, which is boxed in c10d ops, and a name in functional ops."""
+    """Return the group of an argument: boxed in c10d ops, a group's name in functional ops."""
     if isinstance(group, torch.ScriptObject):
         return dist.ProcessGroup.unbox(group)
     if group is None or isinstance(group, dist.ProcessGroup):

@@ -46,7 +46,7 @@ def nothing(device: torch.device | str) -> torch.Tensor:
 
 
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
-    """Add the measures of more casts of the same operands, ``[..., 11]``, to a total in place."""
+    """Combine a total in place with measures ``[..., 11]`` of more casts of the same operands."""
     total[..., :MAXIMA] = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
     total[..., MAXIMA:] += more[..., MAXIMA:]
 
@@ -54,9 +54,9 @@ def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
 def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> list[torch.Tensor]:
     """Return the :class:`Measures` of each cast of a local operand, fp64 ``[11]`` on its device.
 
-    On a GPU there is no host synchronization. On a CPU, where reading a value costs little, a part
-    that has no non-finite and no saturated values is measured faster. A value saturates if it lies
-    beyond the values that round to the largest float8 number.
+    On a GPU there is no host synchronization. On a CPU, where it is cheap to read a value, parts
+    without non-finite or saturated values take a faster path. A value saturates if its magnitude,
+    in units of its scale, is too large to round to the largest float8 number.
     """
     totals = [nothing(high.device) for _ in lows]
     if not high.numel():
@@ -113,7 +113,7 @@ def _measure_part(
     nonzero = torch.count_nonzero(magnitudes(qdata))
     is_finite = largest < math.inf
     low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
-    # Along each dim, a scale covers either all indices or one.
+    # The dims along which one scale covers all indices. Along the others it covers one index.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()
     squares = units.square(), (low - units).square()
@@ -126,9 +126,9 @@ def _measure_part(
 def measure_gemm(
     gemm: Gemm, left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
 ) -> torch.Tensor | None:
-    """Return the :class:`Measures` of a float8 GEMM's result: only ``signal`` and ``noise``.
+    """Return ``signal`` and ``noise`` of a float8 GEMM's result, as :class:`Measures`, or None.
 
-    They are relative to the product of the operands in fp32. Returns None if there are no tokens,
+    The reference is the product of the operands in fp32. The result is None if there are no tokens,
     or if shapes don't match because ``left`` is not the input of the layer. The arguments are those
     of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
     """

@@ -24,7 +24,7 @@ _original_call: list[Call] = []
 
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``nn.Module.__call__`` while a path is entered."""
+    """Call a module inside the entered paths; replaces ``nn.Module.__call__`` meanwhile."""
     if torch.compiler.is_compiling():
         return _original_call[0](module, *args, **kwargs)
     call = _original_call[0]
@@ -41,8 +41,8 @@ class ModulePath:
     FQNs are relative to the outermost module that was called, as in its ``named_modules()``.
     ``current`` is ``""`` in that module itself, and outside of any module. A module also counts as
     running during the hooks around its forward and backward, such as the hooks of FSDP2 and of
-    tensor-parallel styles. In ``torch.utils.module_tracker``, on the other hand, a module ends
-    before its forward hooks run, and a row-parallel layer reduces its output in such a hook.
+    tensor-parallel styles. ``torch.utils.module_tracker``, in contrast, leaves a module before its
+    forward hooks run, although a row-parallel layer reduces its output in one.
 
     The submodules of a compiled module are not tracked, because Python does not call them.
     """
@@ -72,7 +72,7 @@ class ModulePath:
         if module not in self._fqns:
             if isinstance(module, GraphModule) and (self._depth or self._backward_end_queued):
                 return self.current  # a graph that torch.compile made of the running module
-            # A module is a root if the module that calls it does not contain it.
+            # A module whose caller does not contain it is a root.
             for name, child in module.named_modules():
                 self._fqns[child] = without_wrappers(name)
         return self._fqns[module]
@@ -82,8 +82,8 @@ class ModulePath:
         fqn, caller = self._fqn(module), self.current
         self.current = fqn
         self._depth += 1
-        # The backward leaves the module when the gradients of its inputs have been computed. Behind
-        # a leaf is no other module, and torch.autograd.grad can't run a hook that counts leaves.
+        # The backward leaves the module when the gradients of its inputs have been computed. Leaves
+        # are not counted: no module made them, and torch.autograd.grad can't run such hooks.
         if tensors := [t for t in _differentiable((args, kwargs)) if not t.is_leaf]:
             leave = partial(self._leave_in_backward, fqn, caller)
             self._handles.append(register_multi_grad_hook(tensors, leave))

@@ -1,9 +1,9 @@
-"""``record``: the last steps' casts and GEMMs, which ranks write when something goes wrong.
+"""``record``: a record of the last steps' casts and GEMMs, written when something goes wrong.
 
-A rank writes a dictionary with ``torch.save``. Its ``"records"`` are dictionaries: casts, with the
-tensor before the cast (``"high"``), and GEMMs, with a ``"result"``. A float8 tensor has the entries
-of a :class:`Quantized`, the ``"ranks"`` of its mesh, the global ``"shape"``, and for each dim the
-(begin, end) of the ``"pieces"`` of this rank.
+A rank writes one dictionary with ``torch.save``. Its ``"records"`` are dictionaries, too: a cast
+has the tensor before the cast (``"high"``), and a GEMM has a ``"result"``. A float8 tensor is a
+dictionary with the entries of a :class:`Quantized`, the ``"ranks"`` of its mesh, its global
+``"shape"``, and the ``"pieces"`` of this rank: for each dim, their (begin, end).
 """
 
 import atexit
@@ -40,7 +40,7 @@ from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
 
 VERSION = 2
-ON_CPU = 128  # passing casts take 1/128 of max_bytes there, because allocation is slow
+ON_CPU = 128  # on CPU, passing casts take at most 1/128 of max_bytes: allocation is slow
 MOST = 16  # the largest number of recordings that anomalies cause
 
 Record = dict[str, Any]
@@ -51,10 +51,10 @@ class Recorder(StepObserver):
 
     Attributes:
         step: the number of the last step that began.
-        rows: the statistics of the last steps, as far as scales show them.
+        rows: statistics of the last steps, which are computed from the scales alone.
         anomalies: the first anomaly of each kind in each layer.
-        dropped: the number of casts and GEMMs of recorded layers that exceeded ``max_bytes`` on
-            this rank.
+        dropped: the number of casts and GEMMs of recorded layers that this rank has dropped to stay
+            within ``max_bytes``.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Recorder(StepObserver):
         self._max = self._window = max_bytes  # for all tensors, and for passing casts
         # The layers that are recorded in this step, and in the next one, with the reason.
         self._armed, self._next = dict[str, str](), dict[str, str]()
-        self._kept: deque[Record] = deque()  # of recorded layers: copies
-        # Passing casts, those of other layers in this step, are not copied: the arguments of
-        # _record_of, their tensors with the state of each, and the size.
+        self._kept: deque[Record] = deque()  # copies, of recorded layers
+        # Passing casts are this step's casts of layers that are not recorded. They are not copied.
+        # An entry has the arguments of _record_of, the tensors with the state of each, and a size.
         self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
         # The largest scale of each call of each cast of this step, in the order of the casts.
         self._scales: dict[Any, list[Tensor]] = {}
@@ -86,7 +86,7 @@ class Recorder(StepObserver):
         self._world = dist.get_world_size() if dist.is_initialized() else 1
         self._left, self._undo = MOST, ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
-        # Remove this rank's files of recordings that a killed run did not complete.
+        # Remove files that a killed run has left: those of this rank, and of ranks that are gone.
         for path in folder.glob("*.incomplete/rank*.pt"):
             if path.name == _file_name(self._rank) or path.name >= _file_name(self._world):
                 path.unlink(missing_ok=True)
@@ -97,14 +97,14 @@ class Recorder(StepObserver):
         return self._kept_bytes + self._passing_bytes
 
     def start(self) -> None:
-        """Begin to record, as a ``with`` block does."""
+        """Begin to record, like entering a ``with`` block."""
         self.__enter__()
 
     def stop(self) -> None:
-        """End the step, and stop recording, as the end of a ``with`` block does.
+        """End the step, and stop recording, like leaving a ``with`` block.
 
         Raises:
-            RuntimeError: it is not recording.
+            RuntimeError: the recorder is not recording.
         """
         if self._block is None:
             raise RuntimeError("this Recorder is not recording; start it first")
@@ -119,7 +119,7 @@ class Recorder(StepObserver):
         self._undo.callback(register_optimizer_step_pre_hook(self._before_optimizer).remove)
         is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         if is_free and threading.current_thread() is threading.main_thread():
-            # The exception leaves the block, or runs what atexit has registered.
+            # SystemExit leaves the block, or ends the program, in which case atexit writes.
             signal.signal(signal.SIGTERM, _exit)
             self._undo.callback(_free_signal)
         return self
@@ -140,16 +140,16 @@ class Recorder(StepObserver):
     def follow(self, anomaly: Anomaly) -> None:
         """Record the layer of an anomaly in the next step, and write that step.
 
-        ``float8_stats(model, on_anomaly=recorder.follow)`` has anomalies that scales do not show.
+        ``float8_stats(model, on_anomaly=recorder.follow)`` finds anomalies that scales do not show.
         """
         (self._next if self._scales else self._armed)[anomaly.row.fqn] = str(anomaly)
 
     def write(self, reason: str = "on demand") -> Path:
-        """Write what is kept, and return the folder, which exists when all ranks have written.
+        """Write the records that are kept, and return the folder of the recording.
 
-        Until then its name ends in ``.incomplete``. All ranks should write as often in a step. One
-        of the same name that an earlier run left is replaced. If the disk is full, a warning says
-        so. Collectives: none.
+        Until all ranks have written, the folder's name ends in ``.incomplete``. All ranks should
+        write equally often in a step. A folder that an earlier run left under this name is
+        replaced. If the files can't be written, a warning says so. Collectives: none.
         """
         self._written[self.step] += 1  # the same on all ranks, without communication
         again = f"-{self._written[self.step]}" if self._written[self.step] > 1 else ""
@@ -160,7 +160,7 @@ class Recorder(StepObserver):
         content |= {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
         try:
             if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # other streams cast, too
+                torch.cuda.synchronize()  # other streams may cast, too
             records = [*self._kept]
             for cast, states, _ in self._passing:
                 if all(_state_of(tensor) == state for tensor, state in states):
@@ -171,7 +171,7 @@ class Recorder(StepObserver):
             torch.save(content, unfinished / f".{name}")
             (unfinished / f".{name}").replace(unfinished / name)
             if all((unfinished / _file_name(rank)).exists() for rank in range(self._world)):
-                with suppress(FileNotFoundError):  # another rank was as fast
+                with suppress(FileNotFoundError):  # another rank has renamed it
                     unfinished.rename(folder)
                     command = f"python -m fp8_dist.debug.replay {folder}"
                     warnings.warn(f"record: {reason}; see {command}", stacklevel=2)
@@ -211,7 +211,7 @@ class Recorder(StepObserver):
         fqn = self._names.get(owner, "")
         is_repeated = gemm == "output" and in_backward()  # by activation checkpointing
         if self._is_recorded(fqn) and not is_repeated:
-            # After its operands.
+            # A GEMM comes after the casts of its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
             record = self._new_record(fqn, position)
             record |= {"gemm": gemm, "result": result, "options": [*options]}
@@ -223,7 +223,7 @@ class Recorder(StepObserver):
         return {"rank": self._rank, "step": self.step, "position": position, "fqn": fqn}
 
     def _record_of(self, slot: Slot, source: Source, low: Quantized, call: int) -> Record:
-        """Return the record of a cast of this step; ``call`` counts earlier ones of its kind."""
+        """Return the record of a cast of this step, which is call number ``call`` of its slot."""
         high, layout, folds, dispatch = source
         record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
         record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
@@ -248,7 +248,7 @@ class Recorder(StepObserver):
             self.dropped += 1
 
     def _before_optimizer(self, *_: Any) -> None:
-        # Optimizers that step within the backward share a step.
+        # Optimizers that step within one backward end one step together.
         when_backward_ends(self._next_step) if in_backward() else self._next_step()
 
     def _next_step(self) -> None:
@@ -258,7 +258,7 @@ class Recorder(StepObserver):
             self._forget()
 
     def _forget(self) -> None:
-        """Clear the state of the step that ended, except for copies."""
+        """Clear the state of the step that ended, except for the copied records."""
         self._passing_bytes = 0
         for state in (self._passing, self._scales, self._positions):
             state.clear()
@@ -267,7 +267,7 @@ class Recorder(StepObserver):
         self._measured, count, armed = self._measures_of_scales(), len(self.anomalies), self._armed
         super()._end_step()
         if not self._last:
-            self.step -= 1  # an optimizer's step has ended it: no rank has cast anything since
+            self.step -= 1  # no rank has cast anything since an optimizer ended the last step
             return
         new: dict[str, str] = {}
         for a in self.anomalies[count:]:
@@ -283,7 +283,7 @@ class Recorder(StepObserver):
             self.write(reasons[0])
 
     def _measures_of_scales(self) -> dict[Any, Tensor]:
-        """Return measures of this step's casts as far as scales show them, fp64 ``[11]`` each."""
+        """Compute measures of this step's casts from scales alone, fp64 ``[11]`` each."""
         if not self._scales:
             return {}
         largest = [reduce(torch.maximum, calls) for calls in self._scales.values()]
@@ -302,7 +302,7 @@ class Recorder(StepObserver):
 
 
 def recordings_in(folder: Path) -> list[Path]:
-    """Return the recordings in a folder, and in folders of it, by step; also incomplete ones."""
+    """Return the recordings in a folder and its subfolders, by step; also incomplete ones."""
     files = [path for depth in ("", "*/") for path in folder.glob(f"{depth}step*/rank*.pt")]
     folders = {path.parent for path in files}
     return sorted(folders, key=lambda path: ([*map(int, re.findall(r"\d+", path.name))], path))
@@ -347,14 +347,14 @@ def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
         ranks, rows = layout.mesh.mesh.flatten().tolist(), (shape[0], pieces[0])
         shape = [*layout.shape]
         pieces = [[[*piece] for piece in dim] for dim in local_pieces(layout)]
-        if len(shape) > low.qdata.ndim:  # it was cast again by rows: a matrix, with all rows
+        if len(shape) > low.qdata.ndim:  # a matrix of all rows, which was cast again by rows
             shape, pieces = [rows[0], shape[-1]], [rows[1], pieces[-1]]
     place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
     return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
 
 
 def _copied(record: Record, device: str | None = None) -> Record:
-    """Return a record whose tensors have storages of their own, in the same order of memory."""
+    """Return a copy of a record, whose tensors have their own storages and the same strides."""
     sizes: list[int] = []
 
     def copy(tensor: Tensor) -> Tensor:
@@ -382,31 +382,31 @@ def record(
                 loss = model(batch); loss.backward()
                 optimizer.step(); optimizer.zero_grad()
 
-    ``python -m fp8_dist.debug.replay recordings`` then casts and multiplies again on one CPU, and
-    says what is wrong.
+    ``python -m fp8_dist.debug.replay recordings`` then repeats the casts and GEMMs on one CPU, and
+    reports the first error.
 
-    A step ends when an optimizer steps (with a closure: before it), or where the block ends: a
-    block may have one step or many. Models that train in turn need a block per step each.
-    ``recorder.at(step)`` sets the number of the next block's first step. ``recorder.start()`` and
-    ``recorder.stop()`` serve where a block does not fit.
+    A step ends when an optimizer steps (before it calls a closure), and when the block ends, so a
+    block may have one step or many. If several models train in turn, give each its own block in
+    each step. ``recorder.at(step)`` sets the number of the next block's first step. Where a block
+    does not fit, call ``recorder.start()`` and ``recorder.stop()``.
 
-    Of all casts the largest scales are kept, for the last ``steps`` steps. Of the layers that are
-    named, so are the tensors: before each cast, its float8 copy and its scales, and the operands
-    and the result of each float8 GEMM. Of the other layers, the casts of the present step are kept,
-    not copied, as far as ``max_bytes`` has room for them; and all of a layer in the step after its
-    scales show an anomaly (values that are not finite, or a jump of the amax, see
-    :class:`AnomalyLimits`).
+    For the last ``steps`` steps, the recorder keeps the largest scale of every cast. In the layers
+    that ``layers`` names, it also copies the tensors: each operand before its cast, its float8 copy
+    and scales, and the operands and the result of each float8 GEMM. In other layers, it keeps the
+    casts of the current step without a copy, as far as ``max_bytes`` allows. If the scales of such
+    a layer show an anomaly (values that are not finite, or a jump of the amax, see
+    :class:`AnomalyLimits`), its tensors are copied in the next step.
 
-    All ranks write at the end of a step that has the first anomaly of a kind in a layer, and of the
-    next one (16 times at most). A rank writes when an exception leaves the block, when SIGTERM or
-    something else ends the program before the block or ``stop()``, and in ``recorder.write()``. (A
-    rank that waits in a collective sees SIGTERM when the collective ends, or fails.) A recording is
-    a folder ``folder/step000012``, the second one of that step ``step000012-2``. It has that name
-    when all ranks have written; ranks on several machines need a shared ``folder``. Each recorder
-    needs a folder of its own. Recordings of earlier runs stay.
+    All ranks write at the end of a step with the first anomaly of its kind in a layer, and at the
+    end of the next step, at most 16 times. A rank writes alone when an exception leaves the block,
+    when the program ends while it records (by SIGTERM, for example), and in ``recorder.write()``. A
+    rank that waits in a collective handles SIGTERM when the collective ends or fails. A recording
+    is a folder such as ``folder/step000012``, or ``step000012-2`` for the second one of a step. It
+    gets this name when all ranks have written, so ranks on several machines need a shared
+    ``folder``. Each recorder needs its own. Recordings of earlier runs stay.
 
-    Recorded steps run eagerly, also compiled code. When off, nothing costs more. A model without
-    converted layers has nothing to record.
+    Recorded steps run eagerly, even compiled code. While the recorder is off, there is no overhead.
+    A model without converted layers has nothing to record.
 
     Args:
         model: a model that is already converted and parallelized.
@@ -415,11 +415,11 @@ def record(
         layers: an ``fnmatch`` pattern of the layers whose tensors are recorded in each step, or
             several patterns; ``"*"`` means all.
         max_bytes: the largest size of the tensors that this rank keeps, on their device. Casts of
-            layers that are not named (on a CPU at most 1/128 of it, because memory that is kept
-            makes steps slower) are dropped first, then the oldest.
+            layers that are not named are dropped first, then the oldest records. On a CPU, these
+            casts take at most 1/128 of it, because steps are slower while memory is kept.
         mesh: as in :func:`float8_stats`.
 
-    Collectives: as :func:`float8_stats`, once when a step ends. None to write.
+    Collectives: those of :func:`float8_stats` at the end of each step. None to write.
 
     Raises:
         TypeError: an argument has the wrong type.

@@ -42,7 +42,7 @@ class CastStats:
         scale_min: the smallest dequantization scale.
         underflow: the share of values that become zero in float8.
         saturation: the share of values beyond the range of float8 at their scale. It is 0 for a
-            dynamic scale, except by the block rule *floor*.
+            dynamic scale, except with the scale rule ``"floor"`` of blocks.
         nonfinite: the share of values that are NaN or infinite in high precision.
         sqnr: the SQNR in dB, ``10 log10(sum x^2 / sum (float8 * scale - x)^2)``. It is infinite for
             a cast that changes nothing, and NaN if there are values that are not finite.
@@ -50,9 +50,9 @@ class CastStats:
         folded: the operand whose scales multiply this one before it is cast, as in the recipe
             ``rowwise_folded``; the other fields describe the product. None if there is none.
         nonfinite_rank: the first rank with a value that is not finite; None if there is none.
-        position: the place of the cast among the casts and GEMMs of the step, which are counted in
-            the order in which they are computed; the first place if ranks or micro-batches differ.
-            Rows that differ in it alone are equal.
+        position: the position of the cast among the casts and GEMMs of the step, in the order in
+            which they run. If ranks or micro-batches differ, it is the first position. Comparisons
+            of rows ignore it.
     """
 
     step: int
@@ -75,7 +75,7 @@ class CastStats:
 
     @staticmethod
     def of(m: Measures, scheme: Scheme, **cast: Any) -> "CastStats":
-        """Return the statistics of measures. ``cast`` has the fields that these don't determine."""
+        """Make statistics of measures. ``cast`` has the fields that measures don't determine."""
         percent = 100 / m.values if m.values else 0.0
         return CastStats(
             **cast,
@@ -113,7 +113,7 @@ class GemmStats:
 
 
 def product(operand: str, folded: str | None) -> str:
-    """Return an operand's name, with the operand whose scales multiply it before the cast."""
+    """Return the name of an operand, and of the operand whose scales are folded into it, if any."""
     return operand if folded is None else f"{operand} times the scales of {folded}"
 
 
@@ -171,7 +171,7 @@ class AnomalyLimits:
 
     Attributes:
         underflow: the largest percentage of the non-zero values that may become zero.
-        sqnr: the lowest SQNR, in dB; of casts to four bits, 12 dB less.
+        sqnr: the lowest SQNR in dB. For casts to four bits, the limit is 12 dB lower.
         lag: the number of octaves by which the amax may exceed the amax for which a DELAYED scale
             was computed. A cast that saturates for this reason is not judged by its SQNR.
         jump: the number of octaves by which the amax may exceed the largest amax of the same cast
@@ -207,8 +207,8 @@ class Anomaly:
         value: the measured value, a percentage or a number of dB or octaves.
         limit: the limit that the value violates, in the same unit.
         row: the statistics that show the anomaly, with the layer, the operand and the step.
-        rank: the first rank with a value that is not finite; None for other kinds of anomalies,
-            which are found in the statistics of all ranks together.
+        rank: the first rank with a value that is not finite. It is None for other kinds of
+            anomalies, which only the combined statistics of all ranks show.
     """
 
     what: What
@@ -252,7 +252,7 @@ def summarized(anomalies: Sequence[Anomaly]) -> str:
 
 
 def anomaly_dict(anomaly: Anomaly) -> dict[str, Any]:
-    """Return an anomaly as plain Python values. ``ranks`` is empty if there is no rank."""
+    """Return an anomaly as plain Python values. ``ranks`` is empty without a rank."""
     row = anomaly.row
     return {
         "step": row.step,
@@ -276,7 +276,7 @@ class FirstAnomalies:
         self._amaxes = defaultdict[tuple[str, ...], deque[float]](partial(deque, maxlen=RECENT))
 
     def of(self, row: Row) -> Iterator[Anomaly]:
-        """Yield the first anomalies that the next row shows. Rows come in the order of casts."""
+        """Yield the first anomalies in the next row. Call this in the order of the casts."""
         for anomaly in self._all(row):
             key = row.fqn, anomaly.what
             if key not in self._known:
@@ -301,7 +301,7 @@ class FirstAnomalies:
                 if largest * 2**limits.lag < row.amax:
                     yield Anomaly("lag", math.log2(row.amax / largest), limits.lag, row)
                 return  # values that saturate lower the SQNR
-        # The mantissa of E2M1 has two bits less than that of e4m3.
+        # E2M1 has two mantissa bits fewer than e4m3.
         less = 12.0 if isinstance(row, CastStats) and row.dtype is E2M1_X2 else 0.0
         if limits.sqnr is not None and row.sqnr < limits.sqnr - less:
             yield Anomaly("SQNR", row.sqnr, limits.sqnr - less, row)

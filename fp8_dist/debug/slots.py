@@ -16,18 +16,18 @@ Patterns = str | Iterable[str]
 
 
 class Slot(NamedTuple):
-    """A cast that a layer makes in each step, or a float8 GEMM, whose ``operand`` is None.
+    """A cast that a layer makes in each step, or a float8 GEMM (``operand`` is None).
 
-    The ``fqn`` is that of the layer, or of the weight ``[E, N, K]`` of experts.
+    ``fqn`` names the layer, or the weight ``[E, N, K]`` of experts.
     """
 
     fqn: str
     owner: Owner
     operand: Operand | None
     gemms: tuple[Gemm, ...]
-    scheme: Scheme | None = None  # of a cast
+    scheme: Scheme | None = None  # None for a GEMM
     delayed: bool = False
-    folded: Operand | None = None  # whose scales multiply it before the cast
+    folded: Operand | None = None  # the operand whose scales multiply this one before the cast
 
     @property
     def key(self) -> tuple[Owner, Operand | None, tuple[Gemm, ...]]:
@@ -43,7 +43,7 @@ def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterat
             for cast_for, scheme in weight.casts_of(operand).items():
                 is_delayed, folded = operand in config.recipe.delayed, None
                 if config.recipe.folds and operand == "grad_output" and len(cast_for) == 1:
-                    # Experts have one float8 copy, into which they fold scales.
+                    # Experts are left out: they fold scales after the cast, into one float8 copy.
                     folded = next(o for o in GEMM_OPERANDS[cast_for[0]] if o != operand)
                 yield Slot(fqn, weight, operand, cast_for, scheme, is_delayed, folded)
         for gemm in get_args(Gemm):
@@ -52,7 +52,7 @@ def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterat
 
 
 def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:
-    """Return the layers whose names match one of the patterns. Each pattern must match one.
+    """Return the names that match any of the patterns. Each pattern must match at least one.
 
     Raises:
         TypeError: the patterns are neither a string nor several strings.

@@ -29,12 +29,12 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import funcol, resolve_process_group
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
-# The owner, the operand and the GEMMs of a cast. None as the operand stands for a GEMM's result.
+# The owner, the operand and the GEMMs of a cast. The operand is None for the result of a GEMM.
 _Key = tuple[Owner, Operand | None, tuple[Gemm, ...]]
 
 
 class StepObserver(Observer):
-    """An observer that combines what the ranks have measured when a step ends."""
+    """An observer that, at the end of a step, combines the measures of the ranks."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class StepObserver(Observer):
         self._names = {slot.owner: slot.fqn for slot in self._slots.values()}
 
     def at(self, step: int) -> Self:
-        """Return this object, so that entering it begins the step with this number."""
+        """Set the number of the step that the next block begins, and return this object."""
         self.step = step - 1
         return self
 
@@ -85,7 +85,7 @@ class StepObserver(Observer):
         if self.step % self._every == 0:
             self._look()
             if self._slots:
-                # On all ranks, because a graph may order collectives unlike eager code.
+                # On all ranks, so that all run eagerly: graphs may order collectives differently.
                 self._block.enter_context(observed_by(self, self._gemms))
         return self
 
@@ -98,13 +98,13 @@ class StepObserver(Observer):
         self._measured = {}
 
     def _end_step(self) -> None:
-        """Combine what the ranks have measured, and look for anomalies."""
+        """Combine the measures of the ranks, and look for anomalies."""
         local, self._measured = self._measured, {}
         measures = self._ranks.combined([*self._slots.values()], local)
         # A slot without a scale was measured on no rank.
         self._last = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
         self.rows += self._last
-        # Alarms are raised in the order of the casts, so that causes come before effects.
+        # Report anomalies in the order of the casts, so that causes come before effects.
         count = len(self.anomalies)
         for row in sorted(self._last, key=lambda row: row.position):
             for anomaly in self._first.of(row):
@@ -158,7 +158,7 @@ class Float8Stats(StepObserver):
 
         Args:
             writer: the writer. Call this method on one rank only.
-            layers: fnmatch patterns; the layers whose rows are written. Default: all. The rows of
+            layers: fnmatch patterns of the layers whose rows are written. Default: all. The rows of
                 other layers are removed too.
 
         Raises:
@@ -170,10 +170,10 @@ class Float8Stats(StepObserver):
                 writer.add_scalar(tag, value, step)
 
     def to_wandb(self, run: Any, *, layers: Patterns | None = None) -> None:
-        """Log the rows to a run of W&B, what ``wandb.init()`` returns, and remove them.
+        """Log the rows to a W&B run (the result of ``wandb.init()``), and remove them.
 
         Names, arguments and errors are as in :meth:`to_tensorboard`. The numbers of a step become
-        one ``run.log(..., step=step)``: log metrics of your own with the same step, not later.
+        one ``run.log(..., step=step)``. Log other metrics of a step before those of later steps.
         """
         for step, scalars in self._take_scalars("to_wandb", layers).items():
             run.log(scalars, step=step)
@@ -194,7 +194,7 @@ class Float8Stats(StepObserver):
         return scalars
 
     def table(self) -> str:
-        """Return the rows of the last recorded step as text, also if they were removed."""
+        """Return the rows of the last recorded step as text, even if they were removed."""
         if not self._slots:
             return "no casts: the model has no converted layer"
         return rows.table(self._last)
@@ -219,8 +219,8 @@ def row_of(slot: Slot, measures: Measures, step: int) -> Row:
 class _Ranks:
     """The ranks whose measures are combined.
 
-    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that an operand of
-    any layer has been on, or all ranks if there is no mesh.
+    These are the ranks of ``mesh`` if it is given, otherwise of the largest mesh that was seen on
+    an operand of any layer. They are all ranks if there is no mesh.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
@@ -229,7 +229,7 @@ class _Ranks:
         self._groups: GroupNames = ()
 
     def update(self, weights: Mapping[str, Float8Weight]) -> None:
-        """Update the layers and the mesh. FSDP2 may swap in parameters that are on no mesh."""
+        """Update the layers and the mesh, which is kept while FSDP2 unshards parameters."""
         self._weights = weights
         for mesh in [mesh for weight in weights.values() for mesh in weight.meshes()]:
             if not self._is_given and (self._mesh is None or mesh.size() > self._mesh.size()):
@@ -239,11 +239,11 @@ class _Ranks:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
 
         Args:
-            local: this rank's measures, fp64 ``[11]``, in the order of the first ones. Positions
-                are added.
+            local: this rank's measures, fp64 ``[11]``, in the order of the casts and GEMMs. The
+                method fills in ``minus_position``.
 
-        Collectives: an all-gather of 88 bytes for each slot, or one for each axis of the mesh if no
-        group spans it. The first time, if no layer is on a mesh, also an all-reduce of 16 bytes.
+        Collectives: an all-gather of 88 bytes for each slot (or one for each mesh axis, if no group
+        spans the mesh). The first time, if no layer is on a mesh, also an all-reduce of 16 bytes.
         """
         self.update(self._weights)
         self._groups = self._find_groups()
@@ -312,28 +312,28 @@ def float8_stats(
     Entering the block begins a step; ``with stats.at(step):`` sets the number of the step. Steps
     are counted from 0, or from the ``first`` of a :class:`fp8_dist.report.RunWriter`. The
     statistics cover all casts in the block, over all micro-batches, but not the forwards that
-    activation checkpointing repeats. They describe global tensors: the numbers are what one device
-    would measure if it cast the data of all data-parallel ranks as its micro-batches.
+    activation checkpointing repeats. They describe global tensors: one device would measure the
+    same numbers if the batches of all data-parallel ranks were its micro-batches.
 
-    This works with every recipe and all parallelism. In recorded blocks, all code runs eagerly,
-    even if ``torch.compile`` has compiled it. Outside of them, nothing costs more. A model without
-    converted layers, such as a baseline in bf16, is not observed and has no rows.
+    This works with every recipe and every parallelism. In recorded blocks, all code runs eagerly,
+    even if ``torch.compile`` has compiled it. Outside of them, there is no overhead. A model
+    without converted layers, such as a baseline in bf16, is not observed and has no rows.
 
     Args:
         model: a model that is already converted and parallelized.
         every: record only steps whose numbers are multiples of this.
         gemms: also multiply the operands in high precision (fp32), and report the SQNR of each
-            float8 GEMM's result. The layers must be on no mesh: on one, :func:`record` and its
+            float8 GEMM's result. No layer may be on a mesh: for such layers, :func:`record` and its
             replay check each GEMM. Inputs, including those of checkpointed blocks, are kept in high
             precision until the backward.
         mesh: the mesh whose ranks' measures are combined. Default: the largest mesh of a weight; if
             no layer is on a mesh (DDP), all ranks, which must have the same layers. Pass a mesh if
-            the weights do not show the parallelism: tensor parallelism inside DDP, layers on
-            several axes one by one, pipeline stages without FSDP2. Ranks without a converted layer
-            take no part, so there must be none where layers are on no mesh.
+            the weights do not show the parallelism: tensor parallelism inside DDP, layers that are
+            each on one of several axes, pipeline stages without FSDP2. Ranks without converted
+            layers take no part, so every rank needs one where no layer is on a mesh.
         on_anomaly: a function that is called on all ranks when a block ends, with the first
-            :class:`Anomaly` of each kind in each layer. ``"warn"``: issue one warning of a block's
-            anomalies instead, on the first of the ranks whose measures are combined.
+            :class:`Anomaly` of each kind in each layer. ``"warn"``: issue one warning for all
+            anomalies of a block instead, on the first of the ranks whose measures are combined.
         limits: the limits beyond which statistics are anomalous.
 
     Returns:
@@ -341,7 +341,7 @@ def float8_stats(
 
     Collectives: when a recorded block ends without an error, one all-gather of 88 bytes per layer
     and cast (or one for each mesh axis, if no group spans the mesh). If no layer is on a mesh, also
-    an all-reduce of 16 bytes before the first of them. None without converted layers.
+    an all-reduce of 16 bytes before the first all-gather. None without converted layers.
 
     Raises:
         TypeError: ``model`` is not a module, ``on_anomaly`` is not callable, ``limits`` is not an

@@ -1,7 +1,7 @@
 """Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
 It prints the relevant versions and devices, the layers of a model that would be converted, and
-which of them would gain::
+which of them would become faster::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2

@@ -1,4 +1,4 @@
-"""Runs the command ``python -m fp8_dist.doctor``."""
+"""Run the command ``python -m fp8_dist.doctor``."""
 
 from fp8_dist.doctor import main
 

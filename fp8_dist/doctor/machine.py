@@ -17,7 +17,7 @@ OLDEST_TORCH = "2.11"
 
 
 def environment() -> Iterator[str]:
-    """Lines about the versions, the devices and the switches of this machine."""
+    """Yield lines about the versions, the devices and the switches of this machine."""
     is_old = torch.__version__ < OLDEST_TORCH
     oldest = f"{OLDEST_TORCH} or later"
     yield f"fp8_dist {__version__}, Python {platform.python_version()}"

@@ -1,4 +1,4 @@
-"""The layers of a model that are converted, and those that would gain."""
+"""The layers of a model that are converted, and those that become faster."""
 
 import pkgutil
 import warnings
@@ -17,7 +17,7 @@ from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 
 
 def build_model(path: str) -> tuple[nn.Module, str]:
-    """Build the model of an option ``--model``.
+    """Build the model that the option ``--model`` names.
 
     Args:
         path: ``"MODULE:FUNCTION"``.
@@ -26,7 +26,7 @@ def build_model(path: str) -> tuple[nn.Module, str]:
         The model, and a description of the device it was built on.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model can't be built.
     """
     if ":" not in path:
         raise ValueError(f"--model {path}: it is not MODULE:FUNCTION")
@@ -56,7 +56,7 @@ def _describe(error: Exception) -> str:
 
 
 def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
-    """Convert a model, and yield lines about what is converted, and what would gain."""
+    """Convert a model, and yield lines about the layers that are converted, or would gain speed."""
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
@@ -87,7 +87,7 @@ def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
 
 
 def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
-    """Convert the experts of a model, and say how, or why not."""
+    """Convert the experts of a model, and yield a line that says how, or why not."""
     if all(row.kind != "experts" for row in conversion_summary(model).rows):
         return
     try:
@@ -100,7 +100,7 @@ def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
 
 
 def _why_small(row: WeightSummary, recipe: str, tp: int) -> str:
-    """Return why the shards of a layer gain nothing, or ``""``."""
+    """Return why the shards of a layer gain no speed; ``""`` if they gain some."""
     *experts, out, in_ = row.shape
     # Expert parallelism moves whole experts.
     parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)

@@ -1,8 +1,8 @@
-"""Integrations with the models and training loops of other libraries, in one package for each.
+"""Integrations with the models and training loops of other libraries, one package for each.
 
 The rest of the library does not depend on them. ``integrations.transformers`` and
 ``integrations.torchtitan`` are imported when they are first used. This module registers the adapter
-of the experts that models of transformers have.
+for the experts of transformers.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ def _experts_of_transformers() -> ExpertsAdapter:
         return import_module(f"{__name__}.transformers.experts").ADAPTER
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("transformers."):
-            return CUSTOM_EXPERTS  # they are not known in the installed release
+            return CUSTOM_EXPERTS  # the installed release does not support them
         raise
 
 

@@ -219,7 +219,7 @@ def scaled_by(
 ) -> torch.Tensor:
     """Multiply a tensor by one scale per block; the result has the shape and dtype of ``x``.
 
-    ``operation``: another operation than the multiplication.
+    ``operation``: the operation to apply instead of a multiplication.
     """
     rows, columns, first_row, first_column = blocks
     in_parts = first_row or first_column or x.shape[-1] % columns
@@ -304,7 +304,7 @@ def reblock(
         rows: number of rows of the new blocks. The first block begins at the first row.
         rule: rule of the new exponents. *floor* would let float8 values saturate again.
         transposed: return the data as ``[K, P]``, for a GEMM that reads it transposed. P is M
-            rounded up to whole blocks: there are rows of zeros behind ``qdata``.
+            rounded up to whole blocks, with zeros in the columns from M on.
 
     Returns:
         The data, ``[M, K]`` of the dtype of ``qdata``, and the exponents of the new blocks
@@ -324,7 +324,7 @@ def reblock(
     fake=lambda values, group, groups: values.new_empty((groups, values.shape[1])),
 )
 def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
-    """Compute the amaxes of groups of rows for each column: fp32 ``[groups, K]``, 0 without rows.
+    """Compute the amax of each column of each group of rows, 0 if empty: fp32 ``[groups, K]``.
 
     ``values``: fp32 ``[M, K]``. ``group``: int64 ``[M]``, the group of each row.
     """

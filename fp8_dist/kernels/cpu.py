@@ -6,9 +6,9 @@ exact.
 
 *Conversions.* torch converts float8 to bf16 one element at a time. It is faster to move the sign
 and the 7 other bits of a float8 number to their places in a bf16 number. The mantissa is then
-right, and the exponent is off by a constant, which one multiplication corrects, also for subnormal
-numbers. torch converts data with NaN or inf, and all data if this thread flushes subnormal numbers
-(``torch.set_flush_denormal``).
+right, and the exponent is off by a constant. One multiplication corrects it, in subnormal numbers
+too. torch's own conversion is used for data with NaN or inf, and for all data if this thread
+flushes subnormal numbers (``torch.set_flush_denormal``).
 
 *Casts.* A single amax and a single scale are computed as Python numbers, which are fp64 as in the
 formula. Operators on one-element tensors cost more, and would take most of the time of a small
@@ -25,9 +25,9 @@ layer.
 
 With block scales, the operands are dequantized to bf16 for a bf16 result, and to fp64 for others.
 
-A CPU without instructions for bf16 takes 2 to 50 times as long for a bf16 GEMM as for an fp64 GEMM,
-which then replaces it. The first two kinds are fp32 GEMMs there if sums may be rounded in any
-order, as those of gradients: fp32 takes half of fp64's time, but its order depends on the shape.
+On a CPU without bf16 instructions, a bf16 GEMM takes 2 to 50 times as long as an fp64 GEMM, so an
+fp64 GEMM replaces it. An fp32 GEMM does so where sums may be rounded in any order, as in gradients:
+it takes half of fp64's time, but its order of accumulation depends on the shape.
 """
 
 import math
@@ -115,8 +115,8 @@ def _scaling_from_amax(
 ) -> Scaling:
     if amax.ndim or round_scales_to_power_of_2:
         return scaling_from_amax.portable(amax, dtype, round_scales_to_power_of_2)
-    # torch, too, divides a number by a tensor by multiplying by the tensor's reciprocal. Python's
-    # max keeps a NaN that comes first. The scale is rounded twice, to fp64 and to fp32, which
+    # Like torch, divide a number by the amax as a product with the reciprocal of the amax. Python's
+    # max keeps a NaN in its first argument. The scale is rounded to fp64 and then to fp32, which
     # equals rounding once, because fp64 has more than twice the bits.
     (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * _LARGEST[dtype]))
     return _scalar(m), _scalar(1 / m if m else math.inf)
@@ -214,7 +214,7 @@ def _block_scaled_mm(
 def _lines_of_nan(
     scales: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
 ) -> Tensor | None:
-    """Return a mask of rows (dim 0) or columns (dim 1) with a non-finite scale; None without."""
+    """Return a mask of rows (dim 0) or columns (dim 1) with a non-finite scale; None if empty."""
     is_nan = scales == NAN_EXPONENT if scales.dtype is torch.uint8 else ~scales.isfinite()
     if not is_nan.any():
         return None

@@ -29,8 +29,8 @@ class CustomOp(Generic[_P, _R]):
     Attributes:
         portable: the implementation for all devices.
         implementations: the implementation for each device type.
-        packet: the operator with all of its overloads, as torch's registries know it.
-        overload: the operator itself, as graphs and dispatch modes see it.
+        packet: the operator with all of its overloads, as registered with torch.
+        overload: its ``default`` overload, as graphs and dispatch modes see it.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CustomOp(Generic[_P, _R]):
         x: Any = args[0]
         if not can_skip_dispatch(x):
             return self.overload(*args, **kwargs)
-        # (To ask for the device itself takes 0.3 us.)
+        # (Reading x.device takes 0.3 us.)
         kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type
         run = self.implementations.get(kind, self.portable)
         if x.requires_grad and torch.is_grad_enabled():

@@ -1,10 +1,10 @@
-"""Messages of ranks: encoded summands, in float8 with block exponents or bf16, and packed rows.
+"""Messages between ranks: summands in bf16, or float8 with block exponents; and packed rows.
 
 In float8, a block is 128 values along the last dim; the last block of a row may be shorter. Its
 exponent is a byte, ``scale = 2 ** (byte - 127)``. The scale is the smallest power of two, at least
 2 ** -126, such that no finite value of the block exceeds 448 times the scale (448 is the largest
-value of e4m3fn). So no finite value saturates. Values from 248 * 2 ** 120 = 3.2965e38 on round to
-2 ** 128, which is infinite in fp32. Rounding to bf16 has the same limit at 3.396e38.
+value of e4m3fn). So no finite value saturates. Magnitudes of at least 248 * 2 ** 120 = 3.2965e38
+round to 2 ** 128, which is infinite in fp32. (With bf16, this begins at 3.396e38.)
 
 e4m3fn has no infinities. In these *codes* its two NaNs, 0x7F and 0xFF, stand for inf and -inf, and
 its negative zero, 0x80, stands for NaN. A non-finite value does not change the other values of its
@@ -57,7 +57,7 @@ def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits.masked_fill_(bits >= _INF_BITS, 0)
     largest = bits.view(*x.shape[:-1], count, BLOCK).amax(-1)
     # 448 is 1.75 * 2 ** 8: a larger mantissa carries into the exponent. (The rule "ceil" in
-    # kernels/blocks.py rounds a logarithm as torchao does, and may give an exponent less by one.)
+    # kernels/blocks.py rounds a logarithm as torchao does; its exponent may be smaller by one.)
     exponents = ((largest + 0x1FFFFF) >> 23).sub_(8).clamp_(min=1)
     multipliers = ((254 - exponents) << 23).view(torch.float32)
     scaled = whole.view(*x.shape[:-1], count, BLOCK) * multipliers.unsqueeze(-1)
@@ -96,12 +96,12 @@ def sum_of_rows(
 
     Args:
         rows: numbers ``[W, ..., n]``, or codes.
-        exponents: ``[W, ..., ceil(n / 128)]``, those of codes; None for numbers.
+        exponents: ``[W, ..., ceil(n / 128)]``, the exponents of codes; None for numbers.
         local: ``[..., n]``, added in place of ``rows[rank]``, or before all rows; or None.
         rank: index of the summand that ``local`` replaces; -1 if it comes first.
 
     Returns:
-        The sum, fp32 ``[..., n]``. It is -0 where all summands are.
+        The sum, fp32 ``[..., n]``. It is -0 where all summands are -0.
     """
     total = rows.new_full(rows.shape[1:], -0.0, dtype=torch.float32)
     if local is not None and rank < 0:
@@ -132,9 +132,9 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
     """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
 
     The message is ``[..., K']`` in the dtype of the data. A row consists of the data and the bytes
-    of its numbers, those of the widest dtype first. Both are padded with zeros to a multiple of the
-    widest number's size. This is an operator so that ``comm_audit`` can tell the parts of a message
-    in a compiled graph.
+    of its numbers, the widest dtype first. Both are padded with zeros to a multiple of the size of
+    the widest dtype. This is an operator so that ``comm_audit`` can distinguish the parts of a
+    message in a compiled graph.
     """
     size = max(tensor.itemsize for tensor in numbers)
     parts = [padded(as_bytes(qdata), (0, -qdata.shape[-1] % size))]

@@ -1,4 +1,4 @@
-"""Casts of a gradient into which the scales of the other operands are folded, for two GEMMs.
+"""Casts of a gradient for its two GEMMs, with the scales of the other operands folded into it.
 
 :mod:`fp8_dist.linear.rowwise_folded` has the derivation and defines the names.
 """
@@ -150,7 +150,7 @@ def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
 
 
-# An operator, because inductor (2.13) can't view torch.cat of values that it computes as integers.
+# An operator, because inductor (2.13) can't view the result of torch.cat, if fused, as integers.
 @custom_op(
     "row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor",
     fake=lambda grad, weight_fold: grad.new_empty(

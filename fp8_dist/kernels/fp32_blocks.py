@@ -1,7 +1,7 @@
-"""Block scales in fp32, as FP8 checkpoints and inference engines have them.
+"""Block scales in fp32, as in FP8 checkpoints and inference engines.
 
-``scale = max(amax, 1e-10) / fp8_max``, and data are ``saturate(x / scale)``, both in fp32, as in
-vLLM's ``per_token_group_quant_fp8``. Blocks are described as in :mod:`fp8_dist.kernels.blocks`.
+``scale = max(amax, 1e-10) / fp8_max`` and ``qdata = saturate(x / scale)``, both computed in fp32 as
+in vLLM's ``per_token_group_quant_fp8``. Blocks are specified as in :mod:`fp8_dist.kernels.blocks`.
 """
 
 from collections.abc import Sequence

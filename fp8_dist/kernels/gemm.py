@@ -1,6 +1,6 @@
 """Scaled GEMMs: ``out = (a * scale_a) @ (b * scale_b)`` for float8 ``a`` and ``b``.
 
-Scales are dense (per tensor, row or column) or those of blocks (:mod:`fp8_dist.kernels.blocks`).
+Scales are dense (per tensor, row or column) or per block (:mod:`fp8_dist.kernels.blocks`).
 
 Devices with float8 matrix cores run ``torch._scaled_mm``. Elsewhere, and with ``emulate=True``,
 the product is computed in a wider type: in fp32 here, and on CPUs by
@@ -80,8 +80,8 @@ def scaled_mm(
 
     Args:
         a: ``[M, K]``, any strides, a float8 dtype.
-        b: ``[K, N]``, any strides, a float8 dtype. Of either operand, K may be rounded up to a
-            multiple of ``ALIGNMENT`` by zeros.
+        b: ``[K, N]``, any strides, a float8 dtype. In either operand, K may be padded with zeros
+            to a multiple of ``ALIGNMENT``.
         scale_a: fp32, 0-dim or ``[M, 1]``.
         scale_b: fp32, 0-dim or ``[1, N]``.
         out_dtype: dtype of the result.
@@ -130,7 +130,7 @@ def fusible_scaled_mm(
     """Compute :func:`scaled_mm` in a graph by ``aten._scaled_mm``.
 
     The bits are those of :func:`scaled_mm`. The result is ``None`` if the device has no such GEMM,
-    or the operands may need what only :func:`scaled_mm` does.
+    or if the operands may need padding or a special case that only :func:`scaled_mm` handles.
     """
     use_fast_accum, _, emulate, _ = options
     _check_scales(a, b, scale_a, scale_b)
@@ -186,7 +186,7 @@ def _native(
                 "slow kernel if they accumulate in full precision: use a build for CUDA 12.9 or "
                 "later, or Float8GemmConfig(use_fast_accum=True)",
             )
-        # Flattened first, because torch may want stride 1 along a dim of one element, too.
+        # Flattened first, because torch may require stride 1 even along a dim of size 1.
         rows = scale_a.expand(a.shape[0], 1).contiguous().view(-1).unsqueeze(1)
         columns = scale_b.expand(1, b.shape[1]).contiguous().view(-1).unsqueeze(0)
         return run(rows, columns, out_dtype=out_dtype)
@@ -197,7 +197,7 @@ def _native(
 
 
 def _has_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:
-    """Return whether torch's kernel for scales of rows and columns takes a right operand.
+    """Return whether torch's kernel for scales of rows and columns supports the right operand.
 
     It writes only bf16, and on some devices takes only e4m3.
     """
@@ -233,7 +233,7 @@ def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]
 
 
 def trimmed_to_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out the zeros that only one of two operands has at the end of the contracted dim."""
+    """Drop the zeros with which only one of two operands is padded along the contracted dim."""
     depth = min(a.shape[1], b.shape[0])
     return (a if a.shape[1] == depth else a[:, :depth], b if b.shape[0] == depth else b[:depth])
 
@@ -257,13 +257,13 @@ def block_scaled_mm(
 ) -> Tensor:
     """Multiply local float8 matrices with block scales.
 
-    If the device has no GEMM for them, the matrices are converted to a wider type: to bf16 for
-    exponents and a bf16 result, with sums in fp32, and else to fp32. With exponents the product of
-    two values is exact.
+    If the device has no GEMM for them, the matrices are converted to a wider type: to bf16, with
+    sums in fp32, if scales are exponents and the result is bf16; otherwise to fp32. With exponents
+    the product of two values is exact.
 
     Args:
         a: float8, ``[M, K]``, any strides.
-        b: float8, ``[K, N]``, any strides. Of either operand, K may be rounded up by zeros.
+        b: float8, ``[K, N]``, any strides. In either operand, K may be padded with zeros.
         scales_a, scales_b: the scales of the blocks of ``a`` and of ``b``, both uint8 exponents
             or both fp32.
         blocks_a, blocks_b: the blocks of ``a`` and of ``b``, see :mod:`fp8_dist.kernels.blocks`.
@@ -285,9 +285,9 @@ def block_scaled_mm(
 def in_tiles(exponents: Tensor) -> Tensor:
     """Copy exponents ``[R, C]``, any strides, to the layout that Blackwell's GEMM reads.
 
-    The result is flat. It consists of tiles of 128 x 4 exponents, padded with zeros. A tile has 32
-    rows of 16 bytes. Row i has the 4 bytes of each of the exponents' rows i, i + 32, i + 64 and
-    i + 96.
+    The result is flat. It consists of tiles of 128 x 4 exponents, padded with zeros. A tile is
+    stored as 32 rows of 16 bytes. Row i has the 4 exponents of row i of the tile, then those of
+    rows i + 32, i + 64 and i + 96.
     """
     rows, columns = exponents.shape
     whole = padded(exponents, (0, -columns % 4, 0, -rows % 128))

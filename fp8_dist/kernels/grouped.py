@@ -1,9 +1,9 @@
-"""GEMMs of groups of rows: ``[R, ...]``, the rows of one group after those of the other.
+"""GEMMs of groups of rows: ``[R, ...]``, with rows sorted by group.
 
 ``torch._scaled_grouped_mm`` multiplies all groups in one kernel. It takes e4m3 data with one fp32
-scale per row or column, and writes bf16. If it sums over rows, these must be contiguous in memory,
-and groups must begin at multiples of 16 bytes. So both operands are transposed, and groups padded
-in the same pass.
+scale per row or column, and writes bf16. A sum over rows requires that the dim of rows is
+contiguous in memory, and that groups begin at multiples of 16 bytes. So both operands are
+transposed, and groups are padded in the same pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _grouped_mm = partial(native_scaled_grouped_mm, out_dtype=torch.bfloat16)
 
 
 class Padded(NamedTuple):
-    """Groups of which each is padded to a multiple of some number of rows.
+    """Groups, each padded to a multiple of some number of rows.
 
     Attributes:
         source: the row at each place, int64 ``[P]``; -1 for padding.
@@ -60,22 +60,22 @@ class Groups:
 
     @cached_property
     def counts(self) -> list[int]:
-        """The sizes as numbers, which operators read. A graph does not know them."""
+        """The sizes as Python numbers. Only operators read them, since graphs do not know them."""
         return self.on_host.tolist()
 
     def slices(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each group that has rows, their begin, and their number."""
+        """Yield ``(group, begin, count)`` for each group that has rows."""
         begins = accumulate(self.counts, initial=0)
         for group, (begin, count) in enumerate(zip(begins, self.counts, strict=False)):
             if count:
                 yield group, begin, count
 
     def is_aligned(self, multiple: int) -> bool:
-        """Whether all groups have multiples of so many rows."""
+        """Whether the number of rows of each group is a multiple of ``multiple``."""
         return not any(count % multiple for count in self.counts)
 
     def padded(self, multiple: int) -> Padded:
-        """Pad each group to a multiple of so many rows. The host does not wait."""
+        """Pad each group to a multiple of ``multiple`` rows, without a wait of the host."""
         if multiple not in self._padded:
             self._padded[multiple] = self._pad(multiple)
         return self._padded[multiple]
@@ -121,7 +121,7 @@ def has_grouped_gemm(
 
     Args:
         x: an operand.
-        sizes: the sizes of a matrix of a group, apart from its rows.
+        sizes: the dims of the GEMM of a group, other than its number of rows.
     """
     return (
         not emulate
@@ -136,7 +136,7 @@ def has_grouped_gemm(
 def grouped_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix, where :func:`has_grouped_gemm`.
+    """Multiply the rows of each group by its matrix; requires :func:`has_grouped_gemm`.
 
     Args:
         a: float8 ``[R, K]``.
@@ -155,10 +155,10 @@ def grouped_scaled_mm(
 def grouped_scaled_sums(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
 ) -> Tensor:
-    """Sum ``a[r] b[r]^T`` over the rows of each group, where :func:`has_grouped_gemm`.
+    """Sum ``a[r] b[r]^T`` over the rows of each group; requires :func:`has_grouped_gemm`.
 
     Args:
-        a, b: float8 ``[N, P]`` and ``[K, P]``, of :func:`transposed_groups`, padded to 16 rows.
+        a, b: float8 ``[N, P]`` and ``[K, P]``, :func:`transposed_groups` of groups padded to 16.
         scale_a, scale_b: fp32, expandable to ``[E, 1, N]`` and ``[E, 1, K]``.
 
     Returns:
@@ -179,5 +179,5 @@ def without_empty(sums: Tensor, groups: Groups) -> Tensor:
 
 
 def _rows_of(x: Tensor, source: Tensor) -> Tensor:
-    """Copy rows to places; a place of -1 becomes 0."""
+    """Return the rows with the indices ``source``; index -1 gives a row of zeros."""
     return x.index_select(0, source.clamp(min=0)).masked_fill_((source < 0).unsqueeze(1), 0)

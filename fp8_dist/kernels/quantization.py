@@ -36,8 +36,8 @@ def quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, saturate: boo
         multiplier: fp32, 0-dim or of size 1 along the dims that it covers.
         dtype: a float8 dtype.
         saturate: clamp products, because values of ``x`` may exceed the amax from which the
-            multiplier was computed. Without it no value may. Then products exceed the largest
-            float8 number by less than half a step, so the bits are the same without the clamp.
+            multiplier was computed. If False, none may: then products exceed the largest float8
+            number by less than half a step, so the bits are the same without the clamp.
 
     Returns:
         A contiguous tensor of the shape of ``x``.
@@ -61,7 +61,7 @@ def rounded_up(size: int, multiple: int = ALIGNMENT) -> int:
 
 
 def padded(x: Tensor, missing: Sequence[int]) -> Tensor:
-    """Pad with zeros like torch's ``pad``, but float8 data too. Without padding, return ``x``."""
+    """Pad with zeros like torch's ``pad``, float8 data too. Return ``x`` if nothing is missing."""
     if not any(missing):
         return x
     if x.itemsize > 1:
@@ -156,7 +156,7 @@ def fusible_copies(
     those of :func:`cast_copies`.
     """
     multiplier, _ = scaling_from_amax.portable(amax, dtype)
-    # Inductor's kernels only approximate an fp32 quotient. An fp64 one, rounded to fp32, is exact.
+    # Inductor's kernels only approximate an fp32 quotient; an fp64 one rounds correctly to fp32.
     scale = multiplier.to(torch.float64).reciprocal().to(torch.float32)
     # Inductor keeps values in fp32 between operators that it fuses, and rounds them to the dtype of
     # the tensor where they are viewed as integers. It removes a view and its inverse unless there
@@ -166,8 +166,8 @@ def fusible_copies(
     if True not in transposed:
         return [scale, *(qdata for _ in transposed)]
     columns = as_matrix(qdata).t().contiguous()
-    # AOTAutograd would cast a parameter again in the backward, unless the forward needs the
-    # transposed copy, too. For an activation, it saves what takes the least memory.
+    # AOTAutograd would cast a parameter again in the backward unless the forward uses the
+    # transposed copy, so make it do so. For an activation it saves what takes the least memory.
     rows = columns.t().contiguous() if isinstance(x, torch.nn.Parameter) else qdata
     return [scale, *(columns if is_transposed else rows for is_transposed in transposed)]
 

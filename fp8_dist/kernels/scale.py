@@ -12,9 +12,9 @@ covers then dequantizes to NaN (``0 * inf``), so a NaN on one rank becomes visib
 
 The epsilon and the rounding are torchao's, so that its scales are reproduced bit for bit. All
 portable code takes multipliers from :func:`scaling_from_amax`. Three fast paths repeat the formula:
-Triton kernels compute it in registers (``cuda/triton/rounding.py``), or its exponent alone where
-float8 values are cast again (``cuda/triton/blocks.py``), and on CPUs a single scale is computed as
-a Python number (``cpu.py``).
+Triton kernels compute the scale in registers (``cuda/triton/rounding.py``), or only its exponent
+when they cast float8 values again (``cuda/triton/blocks.py``); on CPUs a single scale is computed
+as a Python number (``cpu.py``).
 """
 
 import math
@@ -26,8 +26,8 @@ from fp8_dist.kernels.custom_op import custom_op
 
 EPS = 1e-12
 
-# Integers of the size of floats, by itemsize. Without the sign, the bits of floats are ordered like
-# their values, with NaN above all others.
+# Integer dtypes of the size of floats, by itemsize. Without the sign bit, the bits of floats are
+# ordered like their absolute values, with NaN above all others.
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # The quantization multiplier and the scale, fp32, of the same shape.
@@ -70,12 +70,12 @@ def magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def fusible_amax(x: torch.Tensor) -> torch.Tensor:
-    """Compute :func:`amax` of a tensor that is not empty, by operators that Inductor fuses.
+    """Compute :func:`amax` of a tensor that is not empty, with operators that Inductor fuses.
 
-    Inductor can find the amaxes of rows in the kernel that writes ``x``. A parameter is an input of
-    the graph, so there is no such kernel, and one reduction takes fewer. The bits are those of
-    :func:`amax`, because Inductor rounds a value to the dtype of ``x`` before it views it as an
-    integer.
+    Inductor can find the amaxes of rows in the kernel that writes ``x``. If ``x`` is a parameter,
+    an input of the graph, no kernel writes it, and a single reduction launches fewer kernels. The
+    bits are those of :func:`amax`, because Inductor rounds a value to the dtype of ``x`` before it
+    views it as an integer.
     """
     largest = magnitudes(x)
     largest = largest.amax() if isinstance(x, torch.nn.Parameter) else largest.amax(-1).amax()

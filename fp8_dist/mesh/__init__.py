@@ -1,7 +1,7 @@
 """Layouts of tensors on a mesh, gathers of tensors, and reductions of amaxes over it.
 
-Other packages import from here. All amaxes are reduced in this package. Of the library it imports
-only ``torch_internals``.
+Other packages import from here. All amaxes are reduced in this package. ``torch_internals`` is the
+only other part of the library that it imports.
 """
 
 from fp8_dist.mesh.amax import (

@@ -1,7 +1,7 @@
 """Process groups over mesh axes, and the reduction of amaxes over them.
 
-No other module reduces amaxes. Each axis of a mesh has a group, which its mesh created, and so has
-the world. A group over several axes, such as all axes of a pipeline stage, has to be created, and
+No other module reduces amaxes. The world has a group, and each axis of a mesh has one that its mesh
+created. A group over several axes, such as all axes of a pipeline stage, has to be created, and
 with NCCL all ranks of the world may have to take part in that (ncclCommSplit). Groups are therefore
 created at one defined time, in :func:`make_group`, which precompute and sync call between two
 steps. Forward and backward only use existing groups (:func:`groups_over`), because ranks may wait
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
         return rank // self.stride % self.size
 
     def covers(self, other: "Axis") -> bool:
-        """Whether another axis is a part of this one."""
+        """Return whether another axis is a part of this one."""
         return self.stride <= other.stride and other.stride * other.size <= self.stride * self.size
 
 
@@ -69,8 +69,8 @@ def groups_over(
 def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
     """The groups of this rank over all axes of meshes that are slices of one root mesh.
 
-    The result is one group, which is created if it does not exist. It is one group per axis if the
-    root mesh does not hold all ranks of the world, or does not enumerate them in ascending, even
+    The result is one group, which is created if it does not exist; or one group per axis, if the
+    root mesh does not have all ranks of the world, or does not enumerate them in ascending, even
     steps.
 
     Collectives: if a group is created, all ranks of the world must take part, and create it
@@ -90,7 +90,7 @@ def make_group(meshes: Collection[DeviceMesh]) -> GroupNames:
     by_axis = {
         axis: (mesh, i) for mesh in meshes for i, axis in enumerate(axes_of(mesh)) if axis.size > 1
     }
-    # A flattened axis stands for those that it covers.
+    # A flattened axis replaces the axes that it covers.
     covered = {b for a in by_axis for b in by_axis if a != b and a.covers(b)}
     coarsest = [by_axis[axis] for axis in sorted(by_axis.keys() - covered, reverse=True)]
     if len(axes) > 1 and root.size() == world.size() and _is_regular(root):
@@ -110,7 +110,7 @@ def common_groups(
     If there are several meshes, the groups span all axes of each. The result is one group, except
     in the cases that :func:`make_group` describes; none if there is nothing to reduce.
 
-    The second result has, for each of several meshes, the axes of the groups that it lacks. The
+    The second result has, for each of several meshes, the groups' axes that the mesh lacks. The
     values of a tensor on that mesh may differ along these axes.
 
     Collectives: those of ``make_group``, if there are several axes.
@@ -247,7 +247,7 @@ def union_of(meshes: Collection[DeviceMesh]) -> list[Axis]:
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
-    """All-reduce (MAX) fp32 amaxes, or -1 for none, or uint8 exponents. A NaN of any rank is kept.
+    """All-reduce (MAX) fp32 amaxes (-1: no amax) or uint8 exponents. NaN on any rank is kept.
 
     Collectives: one all-reduce, of 4 bytes or 1 byte per element, for each group in turn.
     """

@@ -13,7 +13,7 @@ from fp8_dist.mesh.amax import GroupNames, groups_over
 from fp8_dist.mesh.layout import Layout, Pieces, local_tensor, narrowed, reduced, regions
 from fp8_dist.torch_internals import cached_but_in_graphs, funcol, resolve_process_group
 
-# The boundary of tensors in a message, where a view of any dtype may begin.
+# In a message, tensors begin at multiples of this, where a view of any dtype may begin.
 _ALIGNMENT = 16
 
 
@@ -21,14 +21,14 @@ def full_tensors(tensors: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Gather the full tensors of DTensors, on the mesh's device. Plain tensors pass as they are.
 
     Shards may be uneven, empty, or of several pieces. This call exchanges the messages. A full
-    tensor is made when the iterator comes to it.
+    tensor is made when the iterator reaches it.
 
     Args:
         tensors: the list is emptied, so that shards are not kept beside the messages.
 
-    Collectives: for the tensors that the same groups shard, one all-gather of bytes over each of
-    these groups (:func:`fp8_dist.mesh.groups_over`). All ranks send as many bytes as the rank with
-    the most. Each tensor is padded to 16 bytes. Partial tensors are all-reduced first.
+    Collectives: for all tensors that are sharded over the same groups, one all-gather of bytes over
+    each of these groups (:func:`fp8_dist.mesh.groups_over`). All ranks send as many bytes as the
+    rank with the most. Each tensor is padded to 16 bytes. Partial tensors are all-reduced first.
     """
     alike: dict[GroupNames, list[int]] = {}
     for i, tensor in enumerate(tensors):
@@ -54,7 +54,7 @@ def _on_mesh(tensor: torch.Tensor) -> torch.Tensor:
 def _gathered(
     tensors: Sequence[torch.Tensor], groups: GroupNames
 ) -> list[Callable[[], torch.Tensor]]:
-    """Gather the shards of tensors; the functions that make the full tensors."""
+    """Gather the shards of tensors, and return functions that make the full tensors."""
     layouts = [layout for tensor in tensors if (layout := Layout.of(tensor)) is not None]
     members = tuple(
         [tuple(dist.get_process_group_ranks(resolve_process_group(name))) for name in groups]
@@ -114,7 +114,7 @@ def _parts(
     """The parts of each dim that ranks have, in the order of their messages.
 
     Args:
-        coordinate: this rank's.
+        coordinate: the coordinate of this rank.
         members: the ranks of each group that messages are gathered over, one after the other.
     """
     mesh, senders = layout.mesh.mesh, [coordinate]

@@ -65,7 +65,7 @@ class Layout(NamedTuple):
         return any(begin % block for shard in _shards(self, dim) for begin, _ in shard)
 
     def has_strided_shards(self, dim: int) -> bool:
-        """Whether any rank's shard has several pieces along a dim; the same result on all ranks."""
+        """Return whether any rank's shard has several pieces along a dim; the same on all ranks."""
         return any(len(shard) > 1 for shard in _shards(self, dim))
 
 
@@ -143,7 +143,7 @@ def sharded_dim(placement: Placement, ndim: int) -> int | None:
 
 
 def has_strided_placements(placements: Placements | None) -> bool:
-    """Whether placements give a rank several pieces of an activation (``_StridedShard``)."""
+    """Return whether placements give a rank several pieces of an activation (``_StridedShard``)."""
     return any(isinstance(placement, StridedShard) for placement in placements or ())
 
 
@@ -159,7 +159,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_dtensor(x: torch.Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
-    """Make the DTensor of equal local parts, to which gradients flow; a DTensor stays as it is."""
+    """Make a DTensor from equal local parts, differentiably; return a DTensor as it is."""
     if isinstance(x, DTensor):
         return x
     return DTensor.from_local(x, mesh, placements, run_check=False)
@@ -191,7 +191,7 @@ def local_pieces(tensor: torch.Tensor | Layout) -> tuple[Pieces, ...]:
 
 
 def regions(pieces: Sequence[Pieces]) -> list[tuple[tuple[int, ...], ...]]:
-    """The boxes of a rank's part, none if it is empty: offset, offset in the part, and size."""
+    """The boxes that make up a rank's part, if any, as (offset, offset in the part, size)."""
     boxes = itertools.product(*[_with_local_begin(dim_pieces) for dim_pieces in pieces])
     return [tuple(zip(*box, strict=True)) if box else ((), (), ()) for box in boxes]
 
@@ -268,7 +268,7 @@ def narrowed(whole: torch.Tensor, offset: Sequence[int], size: Sequence[int]) ->
 
 
 def taken(whole: torch.Tensor, pieces: Sequence[Pieces]) -> torch.Tensor:
-    """A rank's part of a tensor, given the part of each dim: a view if these are of one piece."""
+    """A rank's part of a tensor, given its pieces of each dim; a view if each dim has one piece."""
     for dim, dim_pieces in enumerate(pieces):
         parts = [whole.narrow(dim, begin, end - begin) for begin, end in dim_pieces or ((0, 0),)]
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim)

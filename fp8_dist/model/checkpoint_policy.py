@@ -8,8 +8,8 @@
 Both functions are from ``torch.utils.checkpoint``. Then only elementwise operations are recomputed:
 norms, activations, and casts with the scales of the forward. On a GPU, a cast by rows or blocks
 computes its amaxes again, in the same pass. In compiled code, a cast with a history does so, too.
-The scales of weights are known at that time, except in compiled code on a GPU for weights that are
-not distributed. Of experts, the routing is saved: the order of the slots, and the numbers of rows,
+The scales of weights are available then, except in compiled code on a GPU for weights that are not
+distributed. For experts, the routing is saved: the order of the slots, and the numbers of rows,
 for which the host would wait again.
 """
 
@@ -28,8 +28,8 @@ from fp8_dist.torch_internals import funcol
 
 aten = torch.ops.aten
 
-# The results of casts are not saved, neither the absolute values of a weight nor float8 copies. An
-# amax, which is saved, takes at most four bytes per scale, and an exponent one byte per block.
+# Neither the absolute values of a weight nor float8 copies are saved. A saved amax takes at most
+# four bytes per scale, and a saved exponent one byte per block.
 _AMAXES = (amax, amaxes, block_exponents, history_statistic, last_amax, measure_operator)
 _GEMMS = (block_scaled_mm, grouped_mm_operator, multiply_operator, scaled_mm)
 _ROUTING = (numbers_of_rows, slots_by_expert)
@@ -56,6 +56,6 @@ def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) 
     This is a policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. With it,
     the recomputation repeats no collective, no GEMM and no pass over a tensor for its amax.
     """
-    # In compiled code on GPUs an amax may be one of integers.
+    # In compiled code on GPUs, amaxes may be taken of integers.
     saves = func in _SAVED or (func is aten.amax.default and not args[0].dtype.is_floating_point)
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

@@ -100,12 +100,12 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     This is the inverse of :func:`convert_to_float8_training`, also for a model that tensor
     parallelism and FSDP2 have distributed, and of
     :func:`fp8_dist.moe.convert_experts_to_float8_training`, for experts that are not distributed.
-    Weights keep their values, and layers their classes, hooks and attributes of before. Afterwards
-    the model computes what it would if it had never been converted: FSDP2 gathers weights in high
+    Weights keep their values. Layers keep their hooks and attributes, and get their classes back.
+    The model then computes as if it had never been converted: FSDP2 gathers weights in high
     precision, and tensor parallelism communicates as torch's styles do, except that prepared inputs
     keep their ``reduce_transport``. A call on a model without float8 layers changes nothing.
 
-    Parameters stay the same objects, so optimizers go on. Updates that were attached to one
+    Parameters stay the same objects, so optimizers stay valid. Updates attached to an optimizer
     (:func:`fp8_dist.attach_update`) end by themselves. A model that is distributed can't be
     converted again: load its state dict into one that was converted before it was distributed.
 
@@ -121,8 +121,8 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
     Raises:
         ValueError: a weight is stored in float8, is gathered by FSDP2 at the moment, or was
             declared as a local tensor; the ``forward`` of a layer was replaced after the
-            conversion; or a layer reads an input that is cast by the config of a layer outside of
-            ``module``, or has its weight under FSDP2. Nothing has been changed then.
+            conversion; or a layer outside of ``module`` shares a layer's weight under FSDP2, or its
+            config casts a layer's input. Nothing has been changed then.
         NotImplementedError: ``module`` has converted experts that are distributed, or that were
             built in float8 (torchtitan's). Nothing has been changed then.
         TypeError: ``module`` is not an nn.Module.
@@ -150,7 +150,7 @@ def convert_to_linear(module: nn.Module) -> nn.Module:
         placements = layer.output_placements
         layer.become_linear()
         if placements is not None:
-            # Annotated inputs come from the style's hook, which also takes the output after this.
+            # The style's hooks run around these: they annotate the input, and take the output.
             layer.register_forward_pre_hook(_place_input)
             layer.register_forward_hook(partial(_place_output, placements), prepend=True)
     for part in experts.values():
@@ -184,7 +184,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
 
 
 def _place_input(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Move the input of a tensor-parallel layer to where its weight is, as torch's styles do."""
+    """Redistribute the input of a tensor-parallel layer for its weight, as torch's styles do."""
     input, *others = args
     rowwise = layer.weight.placements[0] == Shard(1)
     return (redistributed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
@@ -239,7 +239,7 @@ def _notes(
     unfit: dict[str, str],
     config: Float8LinearConfig | None,
 ) -> Iterator[str]:
-    """Yield messages about layers that can't be converted, or had better not be."""
+    """Yield messages about layers that can't be converted, or should not be."""
     if unfit:
         names: dict[str, list[str]] = {}
         for name, group in alike(unfit.items(), lambda item: item):

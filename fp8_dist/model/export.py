@@ -4,9 +4,9 @@ The format ``"float8"`` is that of Hugging Face's FP8 block checkpoints. Despite
 ``NAME.weight_scale_inv``, the scale is not inverted: ``weight ~= data * scale``.
 
 The format ``"mxfp4"`` is that of GPT-OSS's checkpoints, for weights of MXFP4. ``NAME_blocks``,
-uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 bytes, and
-``NAME_scales``, uint8 ``[..., N, K / 32]``, has the exponent of each, with a bias of 127. In the
-squares of a cast all rows have the same exponents.
+uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 bytes.
+``NAME_scales``, uint8 ``[..., N, K / 32]``, has the exponent of each such block, with a bias of
+127. A cast has square blocks, so the rows of a square have the same exponents.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -69,8 +69,8 @@ def iter_float8_weights(
 
     Each item unpacks to a name, a tensor and the scales of its blocks. Names and tensors are those
     of :func:`fp8_dist.float8_state_dict`, byte for byte. Tensors that are not converted come in
-    their own dtype, without scales. Experts come one by one, under the names of the model's
-    checkpoints, where these divide them and the weight is whole.
+    their own dtype, without scales. If the model's checkpoints store each expert separately, and
+    the weight is whole, experts come one by one, under the names of these checkpoints.
 
     Weights are cast and gathered a bucket at a time. Besides the model and the tensors that the
     consumer keeps, a rank holds little more than one bucket.
@@ -89,8 +89,8 @@ def iter_float8_weights(
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
         format: ``"mxfp4"`` yields two items for each converted weight, ``NAME_blocks`` and
-            ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks send 1 byte per element all the
-            same, and pack the gathered tensors.
+            ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks still send 1 byte per element,
+            and pack the gathered tensors.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither
@@ -98,8 +98,8 @@ def iter_float8_weights(
 
     Collectives: for each bucket, and for each group of the axes that shard its weights: one
     all-reduce (MAX) of 1 byte per block (4 bytes for fp32 scales), and one all-gather of 1 byte per
-    element. Tensors that are not converted have theirs in the same all-gather, in their own dtype.
-    The scales of weights that are stored in float8 have one all-gather, and no all-reduce.
+    element. Tensors that are not converted are sent in the same all-gather, in their own dtype. The
+    scales of weights that are stored in float8 need one all-gather, and no all-reduce.
 
     Raises:
         ValueError: no layer is converted; a layer's weight has no square blocks of float8_e4m3fn,
@@ -108,10 +108,10 @@ def iter_float8_weights(
             device; or ``bucket_bytes`` is not positive. ``format`` is neither ``"float8"`` nor
             ``"mxfp4"``. With ``"mxfp4"``: a layer was converted without
             ``weight_format="mxfp4"``; 32 does not divide K; or a checkpoint transposes the weight
-            of experts. And on all ranks, when the iterator comes to the bucket: a block has a value
-            that is not finite.
+            of experts. On all ranks, when the iterator reaches the bucket: a block has a value that
+            is not finite.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
-            have several pieces of a weight, which cut blocks.
+            have several pieces of a weight that cut blocks.
     """
     if bucket_bytes < 1:
         raise ValueError(f"iter_float8_weights: bucket_bytes is {bucket_bytes}; pass 1 or more")
@@ -158,7 +158,7 @@ def float8_state_dict(
 
     Collectives: those of :func:`fp8_dist.iter_float8_weights`; this function collects its stream.
 
-    Raises: its errors; and with ``"mxfp4"``, without ``full_state_dict``:
+    Raises: the errors of that function; with ``"mxfp4"``, without ``full_state_dict``, also:
         ValueError: ranks have parts of a block of 32 values along K.
     """
     keeps = this_rank() == 0 or not (full_state_dict and cpu_offload)
@@ -177,17 +177,17 @@ def float8_state_dict(
 def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") -> dict[str, Any]:
     """Return the ``quantization_config`` for the config.json of a :func:`float8_state_dict`.
 
-    ``format``: that of the state dict.
+    ``format``: the format of the state dict.
 
     Returns:
         Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
         their own, except for embeddings and for modules that contain converted layers. It is always
         present: loaders would otherwise assume that the head is in high precision. With
-        ``"mxfp4"`` there is only ``quant_method`` besides.
+        ``"mxfp4"`` the only other entry is ``quant_method``.
 
     Collectives: none.
 
-    Raises: the errors of :func:`float8_state_dict`, other than those of shapes, shards and values
+    Raises: the errors of :func:`float8_state_dict`, except those about shapes, shards and values
     in MXFP4.
     """
     model = unwrapped(model)
@@ -210,7 +210,7 @@ def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") 
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    """Whether a module has matrices of its own, and is not an embedding."""
+    """Return whether a module has matrices of its own, and is not an embedding."""
     parameters = module.parameters(recurse=False)
     return any(p.ndim > 1 for p in parameters) and not isinstance(module, nn.Embedding)
 
@@ -291,7 +291,7 @@ def _contracted_dim(weight: Float8Weight) -> int:
 
 
 def _packed(weight: Float8Weight, tensor: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Pack the data of an MXFP4 weight; its blocks, a DTensor if ``tensor`` is one, and scales."""
+    """Return the packed blocks of an MXFP4 weight, a DTensor if ``tensor`` is one, and scales."""
     if _contracted_dim(weight) == -2:
         tensor, scales = tensor.mT, scales.mT
     (scheme,), n, k = weight.schemes, *tensor.shape[-2:]

@@ -1,4 +1,4 @@
-"""Filters of the linear layers to convert, and the reasons why they leave out layers.
+"""Filters that choose the linear layers to convert, and their reasons to leave layers out.
 
 Rounding errors cost more in the logits, the output of the head, than elsewhere, and the head's
 weight is often tied to the embedding. In a router (:mod:`fp8_dist.model.routers`) they change which
@@ -6,7 +6,7 @@ experts compute. In a low-rank adapter the inner dim is too small for a gain. In
 casts cost more than the GEMM saves. The float8 GEMM of a GPU refuses sizes that are not multiples
 of 16.
 
-Shapes are ``(out_features, in_features)``, for experts those of one expert's weight.
+Shapes are ``(out_features, in_features)``. For experts, they are those of one expert.
 """
 
 from collections.abc import Iterable, Iterator
@@ -167,7 +167,7 @@ class AutoFilter(LayerFilter):
         ranks = self._tp_size if isinstance(module, nn.Linear) else 1
         local_shapes: dict[str, Shape] = {}
         for name, shape in shapes.items():
-            # A division that skips the layer decides, or else the one with the smaller side.
+            # A division whose parts are skipped decides; otherwise, the one with the smaller side.
             parts = smallest_parts(self._recipe, shape, ranks)
             local_shapes[name], why = min(parts, key=lambda part: (not part[1], min(part[0])))
             # Experts are converted with all of their weights, or not at all.
@@ -199,10 +199,10 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
       model itself, with all layers within them. A layer ``output`` or ``score`` of a module within
       the model, such as ``attention.output``, is not the head. Names that wrappers add are ignored
       (``module``, ``model``, ``base_model``, ``_orig_mod``, ...).
-    * routers, which decide which experts compute: layers whose name, or that of a module around
-      them, contains ``router``; and beside experts, in an nn.ModuleList or as 3-D parameters,
-      layers with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and
-      few outputs, and small modules whose last layer is one of them. The section "Routers" of
+    * routers, which decide which experts compute: layers whose name, or the name of a module around
+      them, contains ``router``. Also, beside experts (an nn.ModuleList or 3-D parameters): layers
+      with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and few
+      outputs, and small modules whose last layer is such a layer. The section "Routers" of
       ``docs/experts.md`` has the rule. The gate of a gated MLP is converted.
     * low-rank adapters: layers within a module whose name begins with ``lora_``.
     * layers whose in_features or out_features is not a multiple of 16, because a GPU's float8 GEMM
@@ -218,8 +218,8 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
 
     Args:
         model: the model that will be converted. Without it, heads and routers are recognized by
-            their names alone. A ``gate`` is a router then, and beside an nn.ModuleList or 3-D
-            parameters without such a name, if it has at most a quarter as many outputs as inputs.
+            their names alone, and a ``gate`` is a router if it has at most a quarter as many
+            outputs as inputs. With it, this holds only beside experts that are not called so.
 
     Returns:
         The filter.
@@ -257,15 +257,15 @@ def auto_filter(
     ``docs/support.md`` lists the limits, which do not consider the number of tokens or the savings
     in communication, and says how to measure a device.
 
-    Experts are skipped if a weight of one expert, ``[N, K]``, is skipped as a linear layer of this
-    size would be. They are not divided: expert parallelism moves whole experts.
+    Experts are skipped if a linear layer of the size of one of their weights, ``[N, K]``, would be
+    skipped. They are not divided: expert parallelism moves whole experts.
 
     Args:
         recipe: a :class:`Float8LinearRecipeName` or its value.
         filter_fqns: layers whose name contains one of these strings are skipped.
-        tp_size: the number of tensor-parallel ranks. A layer may be divided by rows or by columns,
-            and the smallest part, where parts may be uneven as in torch, of the division with the
-            smaller gain decides.
+        tp_size: the number of tensor-parallel ranks. A layer may be divided by rows or by columns.
+            The division with the smaller gain decides, by its smallest part. Parts may be uneven,
+            as in torch.
         model: the model that will be converted, as for ``skip_head``. Without it, heads and
             routers are recognized by their names alone.
 
@@ -307,9 +307,9 @@ def why_misaligned(out_features: int, in_features: int) -> str:
 
 
 def smallest_parts(recipe: str, shape: Shape, ranks: int) -> list[tuple[Shape, str]]:
-    """Return the smallest part of a layer that is divided by rows, and of one divided by columns.
+    """Return the smallest parts of a layer that is divided by rows, and by columns.
 
-    Each has the reason why a layer of such parts is left out; ``""`` if all are large enough.
+    Each comes with the reason why such a layer is left out; ``""`` if all parts are large enough.
     """
     parts = []
     for largest, smallest in (_shards(shape, dim, ranks) for dim in (0, 1)):
@@ -348,7 +348,7 @@ def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield transformers models' modules outside of base models, except for stacks of layers."""
+    """Yield modules of transformers models outside of the base model, except stacks of layers."""
     stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
     stacked = {module for stack in stacks for module in stack.modules()}
     for module in model.modules():

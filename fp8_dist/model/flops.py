@@ -1,4 +1,4 @@
-"""The FLOPs of the operators that hide GEMMs, for torch's ``FlopCounterMode``.
+"""FLOP formulas of the operators that contain GEMMs, for torch's ``FlopCounterMode``.
 
 A GEMM is counted once, as the operator that a dispatch mode sees. It counts as for nn.Linear: 2
 FLOPs per multiplication. Rows that pad the groups of experts on a GPU count, too.
@@ -64,7 +64,7 @@ def register() -> None:
     """Let torch count these operators, from now on."""
     if _COUNTER in sys.modules:
         _add_formulas()
-    else:  # it imports Triton
+    else:  # not imported here, because it imports Triton
         AfterImport(_COUNTER.__eq__, _add_formulas)
 
 

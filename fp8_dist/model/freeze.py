@@ -22,7 +22,7 @@ def freeze_to_float8(
 ) -> list[str]:
     """Store the frozen weights of converted layers and experts in float8, in place.
 
-    A weight that does not require gradients then takes 1 byte per element, and its scales. Layers
+    A weight that does not require gradients then takes 1 byte per element plus its scales. Layers
     compute with the same bits as before, without casts or amaxes. FSDP2 and tensor parallelism
     shard and gather the stored bytes. A weight that requires gradients stays as it is.
 
@@ -34,32 +34,32 @@ def freeze_to_float8(
         model = get_peft_model(model, lora_config)  # or before freeze_to_float8
         fully_shard(model)
 
-    The layer's ``weight`` keeps its shape and its dtype in high precision, so that adapters are
-    made like it. A ``state_dict`` has float8 data ``NAME.weight`` and scales
+    The layer's ``weight`` keeps its shape and its high-precision dtype, so that adapters are made
+    to match. A ``state_dict`` has float8 data ``NAME.weight`` and scales
     ``NAME.weight_scale_inv`` (``weight ~= data * scale``), the names of FP8 checkpoints.
     ``load_state_dict`` accepts these, and a weight in high precision, which it casts. For
     transformers' ``save_pretrained``, pass a state dict, or unfreeze first (``docs/frozen.md``).
     ``model.to(dtype)`` changes neither data nor scales. With gloo, a distributed model can't take
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
-    A sum in place is cast again, as when PEFT merges adapters (without ``safe_merge``); taking it
-    back does not restore the bits. Other operators on the parameters are errors, and so is a
-    forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for the scales too;
+    An in-place addition casts the sum again, as when PEFT merges adapters (without ``safe_merge``).
+    Undoing it does not restore the bits. Other operators on the parameters raise errors, and so
+    does a forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for scales too;
     ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
     loaded (:func:`fp8_dist.load_float8_checkpoint`).
 
     ``DistributedDataParallel`` does not broadcast these weights from rank 0: load the same
-    checkpoint on all ranks. Call this function on the module that it wraps, or once more if that
-    module was made from ``module`` afterwards (``get_peft_model``).
+    checkpoint on all ranks. Call this function on the module that DDP will wrap. If that is made
+    from ``module`` afterwards (``get_peft_model``), call this function on it too.
 
     Args:
         module: the model, or a part of it.
         module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each module with
             float8 weights. If it returns False, they stay in high precision.
         format: ``"mxfp4"`` stores the weights of layers with ``weight_format="mxfp4"`` in half a
-            byte per element. Each GEMM unpacks them, in the backward once more, so that autograd
-            keeps no float8 copy. If FSDP2 does not shard dim 0 evenly, it can't gather them so,
-            and they become float8 there. A ``state_dict`` has float8 data, as with ``"float8"``.
+            byte per element. Each GEMM unpacks them, and the backward unpacks them again, so that
+            autograd keeps no float8 copy. Unless FSDP2 shards dim 0 evenly, it can't gather them
+            packed, and they become float8. A ``state_dict`` has float8 data with both formats.
 
     Returns:
         The FQNs of all weights in ``module`` that are stored in float8.
@@ -69,8 +69,8 @@ def freeze_to_float8(
     Raises:
         ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
             admits; a weight is distributed, or shared with a module that is not stored in float8;
-            its recipe casts it twice, or not at all; or ``format`` is neither of these, or not that
-            of its recipe, or an odd number of columns can't be packed.
+            its recipe casts it twice, or not at all; ``format`` is unknown; or, with ``"mxfp4"``,
+            its recipe has another format or its number of columns is odd.
         TypeError: ``module`` is not an nn.Module.
     """
     check_arguments("freeze_to_float8", module, module_filter_fn)
@@ -116,7 +116,7 @@ def freeze_to_float8(
 def unfreeze_from_float8(module: nn.Module) -> list[str]:
     """Store weights in high precision again, in place: the inverse of :func:`freeze_to_float8`.
 
-    The new parameters have the values that the float8 data and scales stand for. They do not
+    The new parameters have the values of the float8 data times the scales. They do not
     require gradients until ``requires_grad_()`` is called.
 
     Args:
@@ -210,7 +210,7 @@ def _check_packs(fqn: str, weight: Float8Weight) -> None:
 
 
 def _stored_parameters(module: nn.Module) -> list[str]:
-    """The FQNs of the parameters in ``module`` that are stored weights, or their scales."""
+    """The FQNs of the stored weights in ``module``, and of their scales."""
     stored = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_stored}
     scales = [f"{fqn.removesuffix(w.name)}{w.scales_name}" for fqn, w in stored.items()]
     return [*stored, *scales]

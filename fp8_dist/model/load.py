@@ -2,7 +2,7 @@
 
 The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 Those of compressed-tensors and ModelOpt are read too. In all of them a weight is its float8 data
-times its scales. Entries that could mean something else are refused, by name.
+times its scales. Entries that could mean something else raise an error that names them.
 """
 
 import json
@@ -57,7 +57,7 @@ class _Files(dict[str, Any]):
     """The entries of safetensors files, which are read when they are indexed.
 
     Attributes:
-        companions: the entries that belong to another one by their names: scales, offsets.
+        companions: for each entry, those that belong to it by their names: scales, offsets.
     """
 
     def __init__(self, entries: Mapping[str, Any]) -> None:
@@ -77,7 +77,7 @@ class _Files(dict[str, Any]):
         return tuple(self[key].get_shape())
 
     def matrices(self, entry: Entry) -> tuple[int, ...]:
-        """The shape of an entry, with leading dims of size 1 up to two dims, as in the tensor."""
+        """The shape of an entry. A 1-D entry of a matrix gets the leading dim of size 1."""
         return entry.size[-max(2, len(self.shape(entry.key))) :]
 
     def float8(self, key: str) -> torch.dtype | None:
@@ -115,9 +115,9 @@ def load_float8_checkpoint(
 
     Each rank reads the parts of the files that it has on its mesh. A weight that is stored in
     float8 (:func:`fp8_dist.freeze_to_float8`) gets the bytes of the files, or the cast of an entry
-    in high precision. Saved again, the bytes are the same (scales in 16 bits are saved in fp32).
-    Other parameters get the values, rounded to their dtype; those of float8 entries are
-    dequantized in fp32.
+    in high precision. Saved again, the bytes are the same, but scales in 16 bits are saved in fp32.
+    Other parameters get the values, rounded to their dtype. Float8 entries are dequantized in fp32
+    first.
 
     The scales of ``NAME`` are ``NAME_scale_inv``, or ``NAME_scale`` as compressed-tensors and
     ModelOpt write them. One scale is ``[]``, ``[1]`` or ``[1, 1]``, those of rows are ``[N]`` or
@@ -133,7 +133,7 @@ def load_float8_checkpoint(
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
         files: a directory with ``*.safetensors`` files (and perhaps an index), one file, or several
             files that have different names. Needs the package ``safetensors``.
-        strict: raise for names of the model that the files lack, and for others that they have.
+        strict: raise for names of the model that the files lack, and for names that only they have.
 
     Returns:
         The missing and unexpected names.
@@ -144,9 +144,9 @@ def load_float8_checkpoint(
     Raises:
         ValueError: there is no such file, or it is damaged; with ``strict``, names differ; an entry
             has another shape or kind than the model's tensor; an entry in float8 has no scales, or
-            others than those above or than the layer's recipe; an expert's entry is not a part of a
-            weight; or a tensor is on the meta device. Nothing has been changed.
-        TypeError: ``files`` are no paths.
+            scales of another form than above or than in the layer's recipe; an expert's entry is
+            not a part of a weight; or a tensor is on the meta device. Nothing has been changed.
+        TypeError: ``files`` is not a path or a list of paths.
         ImportError: ``safetensors`` is not installed.
     """
     module = unwrapped(checked_module(model))
@@ -210,7 +210,7 @@ def _damaged(path: Path, error: object) -> ValueError:
 
 
 def float8_keys(files: Sequence[str]) -> list[str]:
-    """Names of the entries in float8 of those files that are safetensors files."""
+    """Return the names of the float8 entries in the safetensors files among ``files``."""
     opened = _opened([Path(path) for path in files if path.endswith(".safetensors")])
     return [key for key in opened if opened.float8(key)]
 
@@ -245,7 +245,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     """Return the tensors of a model with their entries, and the names that the files lack."""
     weights = weights_by_key(module)
-    # The checkpoints of a library's models with experts have other names for routers, too.
+    # If checkpoints have other names for experts, they may have other names for routers, too.
     experts = next((w for w in weights.values() if isinstance(w, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
     missing: dict[str, int] = {}

@@ -78,7 +78,7 @@ class ConversionSummary:
         return self.share(self.converted)
 
     def share(self, rows: Iterable[WeightSummary]) -> float:
-        """Return the share of rows in all parameters, from 0 to 1."""
+        """Return the share of all parameters that is in ``rows``, from 0 to 1."""
         return sum(row.parameters for row in rows) / (self.parameters or 1)
 
     def __str__(self) -> str:

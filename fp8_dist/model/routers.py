@@ -1,4 +1,4 @@
-"""Routers and gates of mixtures: the layers that decide which experts compute.
+"""Routers and gates of mixtures of experts: the layers that decide which experts compute.
 
 A rounding error in their few outputs sends a token to other experts, and their GEMM is too small
 for a gain. No class or attribute marks them; they are recognized by their names, or by the experts
@@ -18,14 +18,14 @@ _GATE = re.compile("gates?|gating|wg", re.I)
 _OF_GATE = re.compile(f"(.*_)?({_GATE.pattern})(_?(fn|head|layer|linear|mlp|net|network))?s?", re.I)
 _EXPERTS = re.compile("(?!.*shared).*(expert|moe)", re.I)
 _NUMBERED_EXPERT = re.compile(rf"{_EXPERTS.pattern}_?\d+", re.I)
-_MOST_LAYERS = 3  # of a router whose name says nothing; an attention has four
+_MOST_LAYERS = 3  # of a router that is not called one; an attention block has four
 # Modules whose weights may have three dims and are no experts.
 _NO_EXPERTS = nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear
 _LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
 
 
 def is_called_router(fqn: str, out_features: int, in_features: int) -> bool:
-    """Return whether a layer is a router by its name, or a gate by its name and few outputs.
+    """Return whether a layer is called a router, or is called a gate and has few outputs.
 
     This serves layers whose neighbors are unknown.
     """
@@ -34,7 +34,7 @@ def is_called_router(fqn: str, out_features: int, in_features: int) -> bool:
 
 
 def _is_in_router(fqn: str) -> bool:
-    """Return whether a name has a part that says router, and none after it that says expert."""
+    """Return whether a part of a name contains "router", and no later part contains "expert"."""
     parts = fqn.lower().split(".")
     router, expert = (
         max((i for i, part in enumerate(parts) if word in part), default=-1)
@@ -46,11 +46,11 @@ def _is_in_router(fqn: str) -> bool:
 def routers(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules that are called routers, and those beside experts that look like routers.
 
-    A layer, or a module of up to three, is a router if two of these hold: the last layer has as
-    many outputs as there are experts; it has few outputs; it is called a gate. "Few" means fewer
-    than inputs beside modules that are called experts, otherwise at most a quarter of them. Any
-    list may be a list of experts: at worst, a head of few outputs stays in high precision. A layer
-    with as many outputs as modules that are called experts needs no second sign.
+    A layer beside experts, or a module of up to three layers, is a router if two of these hold: its
+    last layer has as many outputs as there are experts; that layer has few outputs; it is called a
+    gate. "Few" means fewer than inputs if the experts are called experts, else at most a quarter.
+    (Any module list may hold experts. At worst, a head of few outputs stays in high precision.) A
+    layer needs no second sign if it has as many outputs as there are modules called experts.
     """
     for fqn, parent in model.named_modules():
         if _is_in_router(fqn):
@@ -83,9 +83,9 @@ def _layers(module: nn.Module) -> Iterator[Any]:
 
 
 def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
-    """Yield possible experts in a module: whether their name says so, and their number or 0.
+    """Yield for possible experts in a module whether they are called so, and their number or 0.
 
-    The first dim of matrices that are called experts may be another than that of experts.
+    If matrices are called experts, their first dim may not be the number of experts.
     """
     if not isinstance(module, _NO_EXPERTS) and not hasattr(module, "out_features"):
         for attribute, parameter in module.named_parameters(recurse=False):

@@ -28,14 +28,14 @@ class Float8State:
 
     The state is small: one entry per operand of a linear layer. Every model has all of them, with
     empty histories where it keeps none, because DCP refuses to load an entry that a checkpoint
-    lacks. So a run goes on with another recipe, in bf16 too, or on another mesh.
+    lacks. So a run can continue with another recipe, in bf16, or on another mesh.
 
-    If a checkpoint was saved without this object, load it in a call of its own, with
-    ``planner=DefaultLoadPlanner(allow_partial_load=True)``, which leaves the entries that are
-    missing as they are; in a new model they are empty.
+    If a checkpoint was saved without this object, load this object in a separate call, with
+    ``planner=DefaultLoadPlanner(allow_partial_load=True)``. Missing entries then stay as they are;
+    in a new model they are empty.
 
-    Histories are the same on all ranks of a layer's mesh, and DCP saves them once. That of an input
-    that ``PrepareFloat8ModuleInput`` casts is saved as the input of the first layer behind it, so
+    Histories are the same on all ranks of a layer's mesh, and DCP saves them once. The history of
+    an input that ``PrepareFloat8ModuleInput`` casts is saved as the first layer's input history, so
     that it continues on other meshes. If weights are plain tensors, as in DDP, each data-parallel
     rank has its own histories; after loading, all ranks continue with the histories of one rank.
 
@@ -52,7 +52,7 @@ class Float8State:
     def state_dict(self) -> dict[str, Any]:
         """Return the amaxes by layer name and operand.
 
-        The newest amax of a history comes first. A history is empty before the first sync, and of
+        The newest amax of a history comes first. A history is empty before the first sync, and for
         an operand whose scale is not DELAYED.
         """
         state = {}
@@ -68,8 +68,8 @@ class Float8State:
         """Continue with saved histories.
 
         Each history is cut to the length that this model keeps. Histories that are not in
-        ``state_dict`` start anew. Those of unknown layers and operands are ignored.
-        ``load_state_dict`` of the model does not replace loaded histories that no forward has used.
+        ``state_dict`` start anew. Entries of unknown layers and operands are ignored. Until a
+        forward uses the loaded histories, the model's ``load_state_dict`` does not replace them.
         """
         saved = [
             (layer, saved_rows(state_dict.get(name, {}), _by_operand(layer)))
@@ -101,7 +101,7 @@ class Float8State:
 
 
 def _by_operand(layer: Float8Linear) -> dict[str, AmaxHistory]:
-    """The histories of a layer. An input that is cast for several layers is the first one's."""
+    """The histories of a layer, by operand. The history of a shared cast is that of "input"."""
     histories = dict(layer.histories)
     if PREPARED_INPUT in histories:
         histories["input"] = histories.pop(PREPARED_INPUT)

@@ -1,8 +1,8 @@
 """Mixture-of-experts layers in float8: grouped GEMMs, and tokens that travel as float8.
 
-Convert a model's experts with :func:`convert_experts_to_float8_training`. Code of one's own calls
-:func:`grouped_linear`, or, with experts on several ranks, :func:`route`, :func:`dispatch_linear`
-and :func:`linear_combine`.
+Convert a model's experts with :func:`convert_experts_to_float8_training`. Your own experts can call
+:func:`grouped_linear`, or, if they are on several ranks, :func:`route`, :func:`dispatch_linear` and
+:func:`linear_combine`.
 """
 
 from fp8_dist.moe.config import Float8ExpertsConfig

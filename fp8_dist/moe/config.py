@@ -13,28 +13,28 @@ from fp8_dist.scaling import Dense, Scheme, covering
 class Float8ExpertsConfig:
     """Configuration of the grouped GEMMs of experts.
 
-    All operands are cast to e4m3 with scales that are powers of two. Tokens and gradients have
-    scales of single rows, because the tokens of an expert come from many ranks.
+    All operands are cast to e4m3 with power-of-two scales. No scale of tokens or gradients covers
+    several rows, because the tokens of an expert come from many ranks.
 
     Attributes:
         recipe: the scales of weights ``[E, N, K]`` and of rows. ``"rowwise_folded"``: one scale per
             row of both. ``"tensorwise"``: one per expert, and one per row of tokens.
-            ``"blockwise"`` and ``"mxfp8"``: as for linear layers, 128 x 128 or 32 x 32 values of an
-            expert, and 1 x 128 or 1 x 32 of a row.
-        weight_format: the values of the weights of ``"blockwise"`` and ``"mxfp8"``, as for linear
+            ``"blockwise"`` (``"mxfp8"``), as for linear layers: one per block of 128 x 128
+            (32 x 32) values of an expert, and one per 1 x 128 (1 x 32) values of a row.
+        weight_format: the format of weights with ``"blockwise"`` and ``"mxfp8"``, as for linear
             layers (:attr:`fp8_dist.CastConfig.format`).
-        combine: the dtype in which the outputs of experts return to the ranks of their tokens, and
-            the gradients of their inputs in the backward.
+        combine: the dtype in which outputs of experts, and in the backward gradients of experts'
+            inputs, are sent back to the ranks of their tokens.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
             yes, because every recipe here has one copy of the weight.
-        pad_token_groups_for_grouped_mm: pad the tokens of each expert to a multiple of 16 for the
-            grouped GEMM of grad_weight on a GPU, which takes no other numbers. If False, the
-            experts are multiplied one after the other where a number is another.
+        pad_token_groups_for_grouped_mm: pad the tokens of each expert to a multiple of 16, which a
+            GPU's grouped GEMM for grad_weight requires. If False, experts are multiplied one by one
+            whenever the number of tokens of any expert is not such a multiple.
         emulate: compute in a wider type even on devices with a float8 GEMM.
-        linear: the casts as a config of linear layers; it follows from the other fields.
+        linear: the same casts as a config of linear layers, derived from the other fields.
 
     Raises:
-        ValueError: a field has another value than these, or ``weight_format`` is for other recipes.
+        ValueError: a field has an unsupported value, or the recipe does not take ``weight_format``.
     """
 
     recipe: ExpertsRecipe = "rowwise_folded"
@@ -86,10 +86,10 @@ class Float8ExpertsConfig:
 
 
 def stored_transposed(scheme: Scheme) -> Scheme:
-    """The scheme of ``[E, K, N]`` with the scales that ``scheme`` gives ``[E, N, K]``."""
+    """The scheme that gives ``[E, K, N]`` the same scales as ``scheme`` gives ``[E, N, K]``."""
     (level,) = scheme.levels
     return scheme if level.rows == level.columns else covering((1,), scheme, 3)
 
 
-# Made here, because dynamo does not trace the making of a config.
+# Created once here, because dynamo does not trace the creation of a config.
 DEFAULT = Float8ExpertsConfig()

@@ -1,9 +1,9 @@
 """Moving tokens to their experts and back.
 
 A *slot* is a token and one of the ``top_k`` experts that it was routed to. Ranks of expert
-parallelism have equal numbers of experts. The row of a slot is sent to the rank of its expert, with
-its scales in one message, and multiplied as it arrives. Rows are sorted by expert, and those of an
-expert by rank and slot, as one device sorts the slots of all ranks.
+parallelism have equal numbers of experts. The float8 row of a slot is sent to the rank of its
+expert, in one message with its scales, and is multiplied there without another cast. Rows are
+sorted by expert, then by rank, then by slot: as if one device sorted the slots of all ranks.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ class Routing(NamedTuple):
     """The routes of slots to their experts and back, for one batch of tokens.
 
     Attributes:
-        slots: int64 ``[S]``, the slots (``token * top_k + k``) by expert, without those whose
-            expert is ``num_experts``.
+        slots: int64 ``[S]``, the slots (``token * top_k + k``), sorted by expert. Slots with the
+            expert id ``num_experts`` are left out.
         tokens, top_k: the number of tokens, and of slots per token.
         expert_ids: int64 ``[tokens, top_k]``, the expert of each slot.
         groups: the rows of this rank's experts.
-        arrivals: int64 ``[R]``, the index among the received rows of each row; ``None`` if no row
-            moves.
+        arrivals: int64 ``[R]``, for each row of the experts its index among the received rows;
+            ``None`` if no row moves.
         sent, received: the number of rows to and from each rank.
-        group: the ranks; ``None`` if this rank has all experts.
+        group: the ranks of expert parallelism; ``None`` if this rank has all experts.
     """
 
     slots: Tensor
@@ -54,7 +54,7 @@ class Routing(NamedTuple):
         return _exchange(rows, self.received, self.sent, self.group).index_select(0, self.arrivals)
 
     def to_slots(self, rows: Tensor) -> Tensor:
-        """Move rows ``[R, C]`` back to their slots, ``[tokens * top_k, C]``; others become 0.
+        """Move rows ``[R, C]`` back to their slots ``[tokens * top_k, C]``; other slots become 0.
 
         Collectives: an all-to-all of the bytes of ``rows``.
         """
@@ -77,7 +77,7 @@ class Routing(NamedTuple):
 
 def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
     """Write rows to their places in ``to``."""
-    if torch.compiler.is_compiling():  # torch 2.11 gives the result of index_copy_ no gradient
+    if torch.compiler.is_compiling():  # in torch 2.11 the result of index_copy_ has no gradient
         return to.index_copy(0, places, rows)
     return to.index_copy_(0, places, rows)
 
@@ -89,8 +89,8 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
         expert_ids: int64 ``[T, top_k]``, from 0 to ``num_experts - 1``. A slot with the id
             ``num_experts`` is left out: its output is 0.
         num_experts: the number of experts of all ranks.
-        group: the ranks of expert parallelism, which have equal numbers of experts, in order.
-            ``None`` if this rank has all of them.
+        group: the ranks of expert parallelism. The experts, in order, are divided equally between
+            the ranks, in order. ``None`` if this rank has all experts.
 
     Collectives: with a group, an all-to-all of 8 bytes per expert. The host waits once, for the
     number of rows to and from each rank.
@@ -129,7 +129,7 @@ def _exchange(
 ) -> Tensor:
     if group is None:
         return rows
-    # A functional collective, because graphs and selective checkpointing know these.
+    # A functional collective, because graphs and selective checkpointing support these.
     result = funcol.all_to_all_single(rows.contiguous(), receive, send, str(group.group_name))
     return funcol.wait_tensor(result)
 
@@ -146,7 +146,7 @@ def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """
     is_valid = (ids >= 0) & (ids <= num_experts)
     sizes = torch.bincount(ids.where(is_valid, num_experts), minlength=num_experts + 1)[:-1]
-    # Negative numbers of rows tell all ranks of an id that is out of range.
+    # Negative numbers tell the other ranks that an id is out of range.
     return torch.argsort(ids, stable=True), torch.where(is_valid.all(), sizes, -1)
 
 
@@ -158,12 +158,12 @@ def _numbers(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
 def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
     """Return the numbers of rows on the host: to and from each rank, then of each local expert.
 
-    ``sent``, ``received``: ``[ranks, E]``, the rows for each expert to and from each rank.
+    ``sent``, ``received``: ``[ranks, E]``, the numbers of rows to and from each rank, by expert.
 
     Raises:
         ValueError: a number is negative, because an id is out of range.
     """
-    # The host waits here, and nowhere else in a layer. An operator waits once in a graph, too.
+    # The only place in a layer where the host waits. As an operator it waits once in graphs, too.
     counts = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).to("cpu", copy=True)
     ranks, experts = len(sent), sent.numel()
     back = counts[ranks : 2 * ranks].tolist()
@@ -178,7 +178,7 @@ def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
 
 
 def _arrivals(received: Tensor, rows: int) -> Tensor:
-    """Return the index of each row, sorted by expert and rank, among rows by rank and expert.
+    """Map rows in order of expert, then rank, to their indices in order of rank, then expert.
 
     ``received``: the number of rows from each rank for each expert, ``[ranks, E]``.
     """
@@ -193,7 +193,7 @@ def _arrivals(received: Tensor, rows: int) -> Tensor:
 def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:
     """Send float8 rows with their scales to the experts, in one message.
 
-    ``places``: the row of each of ``routing.slots``.
+    ``places``: for each of ``routing.slots``, the index of its row.
     """
     rows = _moved(rows, lambda x: x.index_select(0, places))
     return rows if routing.arrivals is None else _moved_together(rows, routing.to_experts)

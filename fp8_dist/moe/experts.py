@@ -1,7 +1,7 @@
-"""Experts of a model in float8: their conversion, and what a forward takes from them.
+"""Conversion of a model's experts to float8, and access to their weights in a forward.
 
-The modules keep their classes. An *adapter* recognizes a package's experts, and makes a module call
-a forward in float8. ``fp8_dist.integrations`` registers adapters in ``EXPERTS_ADAPTERS``.
+Modules keep their classes. An *adapter* recognizes the experts of a package, and makes their
+modules use float8. ``fp8_dist.integrations`` registers adapters in ``EXPERTS_ADAPTERS``.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,10 +38,10 @@ CONVERT_BEFORE = (
 
 
 class ExpertsAdapter:
-    """Conversion and export of the experts of a library.
+    """Conversion and export of a package's experts.
 
-    This class adapts custom experts: their class names its weights, and their forward calls the
-    functions of ``layers``.
+    The base class adapts custom experts, whose class names its weights and whose forward calls the
+    functions of ``fp8_dist.moe.layers``.
     """
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
@@ -59,10 +59,10 @@ class ExpertsAdapter:
         return f"it has no parameter {', '.join(wrong)} of shape [E, N, K]" if wrong else None
 
     def parts(self, module: nn.Module) -> dict[str, Placement]:
-        """The placement of each weight if ranks have parts of each expert.
+        """The placement of each weight if every rank has a part of each expert.
 
-        These are parts of the features between the first and the last weight. Empty if the features
-        can't be divided.
+        The hidden features, between the first and the last weight, are divided. Empty if they can't
+        be.
         """
         return {}
 
@@ -81,7 +81,7 @@ class ExpertsAdapter:
 
 
 CUSTOM_EXPERTS = ExpertsAdapter()
-# By the package of a module's class, a function that returns the adapter of its experts.
+# Package of a module's class -> function that returns the adapter of its experts.
 EXPERTS_ADAPTERS: dict[str, Callable[[], ExpertsAdapter]] = {}
 
 
@@ -96,13 +96,13 @@ def _adapter_of(module: nn.Module) -> ExpertsAdapter:
 class ExpertWeight(Float8Weight):
     """A weight ``[E, N, K]`` of a module of experts. One float8 copy serves both of its GEMMs.
 
-    A weight that is stored as ``[E, K, N]`` is cast as it is stored, with the scales of
-    ``[E, N, K]``, and multiplied as the transposed view.
+    A weight that is stored as ``[E, K, N]`` is cast in that layout, with the scales of
+    ``[E, N, K]``, and its transposed view is multiplied.
     """
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         super().__init__(module, *args, **kwargs)
-        # The adapter registers the forward, also where a converted model is loaded.
+        # Looking up the adapter also registers the forward, such as when a model is unpickled.
         self.adapter = _adapter_of(module)
 
     @property
@@ -174,19 +174,19 @@ def float8_experts(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn | None) -> None:
-    """Raise TypeError if the arguments that conversions share have another type."""
+    """Raise TypeError if an argument that all conversions take has the wrong type."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
     try:
         if module_filter_fn is not None:
             signature(module_filter_fn).bind(None, "")
-    except TypeError as error:  # no function, or one with other arguments
+    except TypeError as error:  # not a function, or a function with other arguments
         raise TypeError(
             f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
             f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "
             "'NAME' not in fqn"
         ) from error
-    except ValueError:  # a function of C may have no signature
+    except ValueError:  # functions implemented in C may have no signature
         pass
 
 
@@ -199,14 +199,14 @@ def convert_experts_to_float8_training(
     """Convert the experts of mixture-of-experts layers in place.
 
     Their grouped GEMMs then run in float8. Router, activation function and routing weights stay in
-    high precision. The linear layers are converted by
-    :func:`fp8_dist.convert_to_float8_training`. Convert before the model is distributed.
+    high precision. Linear layers are converted by :func:`fp8_dist.convert_to_float8_training`
+    instead. Convert before the model is distributed.
 
     Experts of transformers are converted if they have the weights ``gate_up_proj`` (or ``up_proj``)
-    and ``down_proj`` of shape ``[E, N, K]`` or ``[E, K, N]``: those of Mixtral, Qwen3-MoE, OLMoE,
-    DeepSeek-V3, GPT-OSS.
+    and ``down_proj`` of shape ``[E, N, K]`` or ``[E, K, N]``, as in Mixtral, Qwen3-MoE, OLMoE,
+    DeepSeek-V3 and GPT-OSS.
     Experts of your own are converted if their class has the attribute ``float8_weight_names``, the
-    names of such weights. Their forward passes these to :func:`dispatch_linear`,
+    names of such weights. Their forward passes the weights to :func:`dispatch_linear`,
     :func:`linear_combine` or :func:`grouped_linear`, with ``self.float8_experts_config``; FSDP2
     then gathers them in float8.
 
@@ -222,8 +222,8 @@ def convert_experts_to_float8_training(
     Collectives: none.
 
     Raises:
-        ValueError: no experts were converted, they are converted already with another config, or a
-            weight is already distributed.
+        ValueError: there are no experts to convert, experts are already converted with another
+            config, or a weight is already distributed.
         NotImplementedError: experts that the filter admits can't be converted.
         TypeError: an argument has the wrong type.
     """
@@ -274,7 +274,7 @@ def why_not_convertible_back(part: nn.Module) -> str:
 
 
 def convert_back(part: nn.Module) -> None:
-    """Undo the conversion of experts, whose weights are plain parameters."""
+    """Undo the conversion of experts that are not distributed."""
     _adapter_of(part).undo(part)
     remove_state_hooks(part, {save_weights, load_weights})
     del part.float8_weights, part.float8_experts_config
@@ -303,8 +303,8 @@ class ExpertsDivision(NamedTuple):
 
     Attributes:
         experts: the number of experts of all ranks.
-        group: the ranks that have some experts each; ``None`` if this rank has all of them.
-        mesh: the mesh whose ranks have parts of each expert; ``None`` if experts are whole.
+        group: the ranks that the experts are divided between; ``None`` if this rank has all.
+        mesh: the mesh whose ranks each have a part of every expert; ``None`` if experts are whole.
     """
 
     experts: int
@@ -316,7 +316,7 @@ def division_of(module: nn.Module) -> ExpertsDivision:
     """Return the distribution of converted experts in the forward.
 
     Raises:
-        ValueError: they are not divided by whole experts, nor as :meth:`ExpertsAdapter.parts` says.
+        ValueError: they are divided neither by whole experts nor by :meth:`ExpertsAdapter.parts`.
     """
     weights = weights_of(module)
     first: Any = next(iter(weights.values()))
@@ -351,7 +351,7 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
     """
     weight: Any = weights_of(module)[name]
-    if not torch.compiler.is_compiling():  # in a graph, the query of the casts does the rest
+    if not torch.compiler.is_compiling():  # a graph compares when it looks up casts
         weight.compare("the first forward")
     return weight.operand(getattr(module, name))
 

@@ -4,9 +4,9 @@
     down      the last GEMM; the dispatch of the output's gradient in the backward
     combine   the return of the outputs
 
-Autograd never sees a float8 tangent. *Down* returns the rows of the outputs without a gradient, and
-a stand-in of the slots, whose gradient is that of the slots. *Combine* saves nothing, so activation
-checkpointing does not repeat it.
+Autograd never sees a float8 tangent. *Down* returns the output rows, which have no gradient, and a
+stand-in for the slots, which receives the gradient of the slots. *Combine* saves nothing, so
+activation checkpointing does not repeat it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,7 +52,7 @@ class Weight(NamedTuple):
     layout: Layout | None = None
 
     def layout_of_rows(self, rows: int, dim: int) -> Layout | None:
-        """The layout of rows with columns like ``dim`` of the weight; None if these are whole."""
+        """The layout of rows if their columns are sharded like ``dim`` of the weight; else None."""
         if self.layout is None:
             return None
         placement = self.layout.placements[-1]
@@ -66,7 +66,7 @@ class Weight(NamedTuple):
 
 
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
-    """Cast a weight in the order of its memory, unless FSDP2 gathered it in float8.
+    """Cast a weight in its memory layout, unless FSDP2 gathered it in float8.
 
     Collectives: as :func:`fp8_dist.cast.cast_local`.
 
@@ -101,10 +101,10 @@ def _multiply(
     """Multiply rows by the weights of their experts, and save the operands for the backward.
 
     Args:
-        x: the rows before their cast, or tokens of which ``places`` has the indices.
-        rows: the rows of ``ctx.groups``.
+        x: the rows before their cast, or, with ``places``, the tokens that it indexes.
+        rows: the rows of ``ctx.groups``, in float8.
     """
-    # FSDP2 frees a weight that it gathered in high precision, and gathers it again.
+    # Save the parameter, not a cast, if FSDP2 gathered it in high precision: FSDP2 will free it.
     operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
     tensors, ctx.forms = flattened(rows, *operands)
     ctx.save_for_backward(*tensors)
@@ -225,7 +225,7 @@ def _cast_rows(
 
 
 def _replicated(rows: Tensor, owner: Float8Weight) -> Layout | None:
-    """The layout of rows that are the same on all ranks, which have parts of each expert."""
+    """The layout of rows that are the same on all ranks, if ranks have parts of each expert."""
     layout = owner.layout()
     if layout is None or sharded_dim(layout.placements[-1], 3) == 0:
         return None
@@ -284,17 +284,17 @@ def grouped_product(
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`.
 
-    ``routing``: where tokens go: they are first sent to the rows of ``groups``; see
+    ``routing``: if given, ``x`` has tokens, which are first sent to the rows of ``groups``; see
     :func:`fp8_dist.moe.dispatch_linear`.
     """
     tensors = [weight.tensor for weight in weights]
-    # As in float8_linear: dynamo miscounts the arguments if the last ones are two.
+    # As in float8_linear: dynamo miscounts the arguments if exactly two tensors come last.
     rest = [*tensors, None] if len(tensors) == 2 else tensors
     return _Up.apply(autocast(x), groups, routing, config, tuple(weights), *rest)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:
-    """Send rows back to their slots, in the dtype that the config says."""
+    """Send rows back to their slots, in the dtype of ``config.combine``."""
     if config.combine == "high_precision":
         return routing.to_slots(rows)
     return dequantize(return_rows(cast_local(rows, config.rows), routing)).to(rows.dtype)
@@ -334,7 +334,7 @@ class _Down(torch.autograd.Function):
         grad_hidden, (grad_weight,) = _gradients(ctx, [rows], ctx.needs_input_grad[:2], [high])
         grad_bias = None
         if ctx.needs_input_grad[2]:
-            # The rows that arrived are those in float8.
+            # Only the float8 rows have arrived on this rank.
             values = dequantize(rows)
             sums = values.new_zeros(len(routing.groups.ends), values.shape[1])
             grad_bias = sums.index_add_(0, routing.groups.group_of_row, values).to(ctx.bias_dtype)

@@ -1,4 +1,4 @@
-"""Grouped linear layers for code of one's own."""
+"""Grouped linear layers to call from your own experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,8 +27,8 @@ def grouped_linear(
     Args:
         x: ``[R, K]``, high precision. It is cast once for all weights.
         weights: ``[E, N, K]``, or several of these, in high precision; plain tensors or DTensors,
-            whose local part is multiplied. A weight that is stored as ``[E, K, N]`` is passed as
-            ``weight.mT``: it is cast as it is stored, and so is its gradient.
+            whose local part is multiplied. Pass a weight that is stored as ``[E, K, N]`` as
+            ``weight.mT``: its cast and its gradient keep the memory layout.
         offs: int32 or int64 ``[E]``: the end of each expert's rows. The rows from ``offs[-1]`` on
             belong to no expert; their outputs are 0.
         config: default ``Float8ExpertsConfig()``.
@@ -37,8 +37,8 @@ def grouped_linear(
     Returns:
         ``[R, N]`` in the dtype of ``x``; for several weights a tuple.
 
-    Collectives: none, unless the values of one scale of a weight are sharded: then an all-reduce of
-    4 bytes per scale (1 byte per block). The host waits once, for ``offs``.
+    Collectives: none, unless a scale of a weight covers values of several ranks; then an all-reduce
+    of 4 bytes per scale (1 byte per block). The host waits once, for ``offs``.
 
     Raises:
         ValueError: shapes or offsets do not fit.
@@ -62,21 +62,21 @@ def dispatch_linear(
     routing: Routing,
     config: Float8ExpertsConfig | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Send tokens to the ranks of their experts in float8, and multiply them there as they arrive.
+    """Send tokens in float8 to the ranks of their experts, and multiply them by the weights there.
 
     Args:
         x: ``[T, K]``, high precision.
         weights: this rank's experts ``[E, N, K]``, or several weights, as in
             :func:`grouped_linear`.
-        routing: of :func:`fp8_dist.moe.route`.
+        routing: the result of :func:`fp8_dist.moe.route`.
 
     Returns:
         ``[R, N]``, the rows of ``routing.groups``, in the dtype of ``x``; for several weights a
         tuple.
 
-    Collectives: with a group, an all-to-all of K bytes and the scales of each row. In the backward
-    an all-to-all of the gradients of x, in high precision, or float8 with
-    ``combine="float8"``.
+    Collectives: with a group, an all-to-all of K bytes and the scales of each row. In the backward,
+    an all-to-all of the gradients of ``x``: in float8 with ``combine="float8"``, otherwise in high
+    precision.
     """
     several, config = not isinstance(weights, Tensor), config or DEFAULT
     operands = _operands("dispatch_linear", x, weights, config)
@@ -102,8 +102,8 @@ def linear_combine(
     Returns:
         ``[T, top_k, N]`` in the dtype of ``hidden``.
 
-    Collectives: with a group, an all-to-all of the outputs in high precision, or float8 with
-    ``combine="float8"``. In the backward an all-to-all of N bytes and the scales of each slot.
+    Collectives: with a group, an all-to-all of the outputs, in high precision, or in float8 with
+    ``combine="float8"``. In the backward, an all-to-all of N bytes and the scales of each slot.
     """
     config = config or DEFAULT
     (operand,) = _operands("linear_combine", hidden, weight, config, bias)

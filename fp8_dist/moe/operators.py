@@ -8,13 +8,13 @@ and the rows of its group::
     grad_weight[e] = sum of g[m] x[m]^T        over the rows m of e      [E, N, K]
 
 There is one float8 copy of each operand: x and g by rows, as they are sent between ranks, and w.
-Scales that run along a contraction are folded into g, as in :mod:`fp8_dist.linear.rowwise_folded`:
-for grad_input those of the rows of w (recipe ``rowwise_folded``), and for grad_weight those of the
-rows of x. The folded g is cast again: by rows, or with one scale per column of an expert's rows.
-Rows in blocks are cast again in blocks of tokens of one expert instead. Everything follows from the
-float8 copy of g, so the result does not depend on the rank that cast it.
-
-A graph does not know how many rows an expert has. The operators read the sizes of the groups.
+Scales that vary along a contracted dim are folded into g, as in
+:mod:`fp8_dist.linear.rowwise_folded`: the scales of w's rows for grad_input (``rowwise_folded``),
+and the scales of x's rows for grad_weight. The folded g is cast again: by rows for grad_input, by
+columns of each expert's rows for grad_weight. With block scales, the operands of grad_weight are
+instead cast again in blocks of one expert's tokens. All casts start from the float8 copy of g, so
+results do not depend on which rank cast it. A graph does not know how many rows an expert has; its
+operators read the sizes of the groups at run time.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ class GroupedOperands(NamedTuple):
 
 
 def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
-    """Add the bias of its expert, of ``[E, N]``, to each row ``[R, N]``.
+    """Add to each row ``[R, N]`` the bias of its expert, from ``[E, N]``.
 
     The gradient of the bias is a sum over rows, in fp32.
     """
@@ -107,7 +107,7 @@ def grouped_gradients(
     emulate: bool,
     layout: Layout | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of rows and of weights. The latter has the order of their memory.
+    """Compute the gradients of rows and of weights, the latter in the weights' memory layout.
 
     Args:
         needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
@@ -171,14 +171,14 @@ def has_scales_to_fold(weights: Quantized) -> bool:
 
 
 def is_stored_transposed(weights: Tensor) -> bool:
-    """Whether weights ``[E, N, K]`` are a view of contiguous ones ``[E, K, N]``."""
+    """Whether weights ``[E, N, K]`` are a transposed view of a contiguous ``[E, K, N]``."""
     return weights.mT.is_contiguous() and not weights.is_contiguous()
 
 
 def _sums(
     left: Quantized, right: Quantized, groups: Groups, out_dtype: torch.dtype, emulate: bool
 ) -> Tensor:
-    """The sums of ``[R, N]`` times ``[R, K]``, one expert after the other."""
+    """Multiply ``[N, R]`` by ``[R, K]`` for each expert's rows, one expert after the other."""
     shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
     sums = kernels.without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
     for group in groups.slices():
@@ -189,9 +189,9 @@ def _sums(
 
 
 def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor:
-    """The sums of ``[R, N]`` times ``[R, K]``, in blocks, in one GEMM.
+    """Compute :func:`_sums` for operands with block scales, in one grouped GEMM.
 
-    Groups are padded to whole blocks, so that new blocks of rows have rows of one expert.
+    Groups are padded to whole blocks, so that no new block has rows of two experts.
     """
     (level,) = left.scheme.levels
     source, ends = groups.padded(level.columns or 1)
@@ -265,7 +265,7 @@ def _folded_parts(
 def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
     """Return an expert's part of rows ``[R, K]``, or of weights ``[E, N, K]``.
 
-    Scales of three dims are those of experts.
+    Scales with three dims have one entry per expert.
     """
     data, scales = operand.qdata, operand.scales
     if data.ndim == 2:

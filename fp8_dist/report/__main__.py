@@ -1,7 +1,7 @@
 """A command that shows runs: ``python -m fp8_dist.report RUN...`` writes one HTML page.
 
-A RUN is a folder that ``fp8_dist.report.RunWriter`` writes; several are compared. The page needs no
-network, no script and no other file. A run may still be going on.
+A RUN is a folder that ``fp8_dist.report.RunWriter`` writes. Several runs are compared. A run may
+still be going on. The page needs no network, no script and no other file.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Reads the folder of a run for its report, also one that is half-written.
+"""Reader of the folder of a run, which may be incomplete.
 
-A line that was cut off, or that lacks what its writer gives it, is passed over and named in the
-notes: what remains is still worth seeing.
+A line that is cut off, or that lacks a field, is skipped and named in the notes, because the other
+lines are still worth seeing.
 """
 
 import dataclasses
@@ -27,19 +27,19 @@ _T = TypeVar("_T")
 
 # Numbers of a float8 cast. Percentages are of the elements that are not zero.
 MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
-# What is read of a recording's statistics.
+# The fields that are read from a recording's statistics.
 RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
 LAST_STEPS = 20  # the number of last steps by which a run is judged
 FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
 
 
 def progress(text: str) -> None:
-    """Say what is done next."""
+    """Print what the report does next, to stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 class NoRun(Exception):
-    """A folder without any file of a run."""
+    """An error for a folder that has no file of a run."""
 
 
 @dataclasses.dataclass
@@ -47,14 +47,14 @@ class Run:
     """Contents of a folder, as far as they could be read.
 
     Attributes:
-        name: the folder.
+        name: the name of the folder.
         config: config.json, with the limits of anomalies as AnomalyLimits.
         metrics: one row for each step of metrics.jsonl.
         comm: the collectives of comm.json; None if there is no such file.
-        stats: the rows of float8_stats.jsonl, in the order of layers, with a "label" and "finite".
+        stats: the rows of float8_stats.jsonl, in the order of layers; see :func:`stats_row`.
         anomalies: the rows of anomalies.jsonl.
-        recordings: the recordings of ``fp8_dist.debug.record`` in the run's folder, or in a folder
-            of it, by step, without those of an earlier run.
+        recordings: the recordings of ``fp8_dist.debug.record`` in the run's folder and subfolders,
+            by step, except those of an earlier run.
         notes: sentences about what could not be read.
     """
 
@@ -80,7 +80,7 @@ class Run:
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read several runs. Runs whose folders have the same name are named by the whole path."""
+    """Read several runs. If folders have the same name, their runs are named by the paths."""
     runs = [read_run(folder) for folder in folders]
     names = [run.name for run in runs]
     for run, folder in zip(runs, folders, strict=True):
@@ -90,10 +90,10 @@ def read_runs(folders: list[Path]) -> list[Run]:
 
 
 def read_run(folder: Path) -> Run:
-    """Read what a folder holds of a run.
+    """Read the folder of a run.
 
     Raises:
-        NoRun: it holds none of `FILES`, and no recording.
+        NoRun: the folder has none of ``FILES``, and no recording.
     """
     recordings = recordings_in(folder.absolute())
     if not recordings and not any((folder / name).is_file() for name in FILES):
@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder.resolve().name)
 
     def rows(name: str, parse: Callable[[JsonRow], _T]) -> list[_T]:
-        """Return the rows of a file, which has one per line or is a list of them."""
+        """Return the parsed rows of a file of one row per line, or of a list of rows."""
         path = folder / name
         if not path.is_file():
             return []
@@ -139,7 +139,7 @@ def read_run(folder: Path) -> Run:
 def _read_recording(run: Run, folder: Path) -> None:
     path = min(folder.glob("rank*.pt"))
     try:
-        # With mmap, tensors are not read.
+        # With mmap, the data of the tensors are not read.
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         layers = [*dict.fromkeys(record["fqn"] for record in file["records"])]
         row = {"step": int(file["step"]), "reason": file["reason"], "layers": layers}
@@ -167,7 +167,7 @@ def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, floa
 
 
 def _number(value: Any) -> float:
-    """Convert a number, or the name of one that JSON lacks ("NaN", "Infinity"); None is NaN."""
+    """Convert a number, or a string ("NaN", "Infinity"), to a float; None becomes NaN."""
     return math.nan if value is None else float(value)
 
 
@@ -185,7 +185,7 @@ def _comm_row(row: JsonRow) -> CommRow:
 
 
 def stats_row(row: JsonRow) -> JsonRow:
-    """Return a row of float8_stats.jsonl, with its numbers, "label" and "finite"."""
+    """Parse a row of float8_stats.jsonl, and add its "label" and whether it is "finite"."""
     parsed = row | {name: _number(row[name]) for name in MEASURES if name in row}
     parsed |= {"step": int(row["step"]), "position": int(row.get("position", 0))}
     if row["kind"] == "gemm":

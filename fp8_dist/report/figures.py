@@ -1,4 +1,4 @@
-"""The pictures of a report: metrics over steps, layers with anomalies, and layers x steps."""
+"""Pictures of a report: metrics over steps, layers with anomalies, and maps of layers x steps."""
 
 import base64
 import io
@@ -29,8 +29,8 @@ Ends = tuple[float, float]
 BAD = "#d1247f"
 MAX_TICKS = 12
 MAX_BAR = 18  # the number of rows of a map as tall as the largest bar of colours
-LOUD = 0.75  # of the way to an anomaly; jumps in healthy training of a small Llama reached 0.74
-# The page inverts lightness where the browser is dark: the ends differ from white and from black.
+LOUD = 0.75  # a part of the limit; jumps in healthy training of a small Llama reached 0.74
+# The page inverts lightness in dark mode, so both ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(
     "quiet to loud", [(0, "#9cc3dc"), (0.5, "#cdbb7c"), (LOUD, "#eda94a"), (1, "#7d2508")]
 )
@@ -43,7 +43,7 @@ HEATS = {
 }
 _STYLE = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # names are text as they are, "$" too
+    "text.parse_math": False,  # show names literally, even with "$"
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
@@ -58,7 +58,7 @@ class HeatMaps(NamedTuple):
 
 
 def charts(runs: Sequence[Run]) -> list[str]:
-    """Return a picture of each metric; before them, the loss minus that of the first run."""
+    """Draw the loss minus that of the first run, if runs can be compared, and each metric."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
         return [*_difference_chart(runs), *[_line_chart(runs, name) for name in names]]
@@ -86,7 +86,7 @@ def layer_chart(run: Run, fqn: str) -> str:
 def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
     """Yield the heat maps of each kind of cast, a map for each measure and run.
 
-    Maps other than those of SQNR are left out if nothing is above zero.
+    A map of another measure than SQNR is left out if no value is above zero.
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         progress(f"drawing all layers: {label}")
@@ -97,7 +97,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
                 continue
             layers, steps, values, bad = grid(rows, measure)
             begin, end = ends = colored(measure, run.config[LIMITS])
-            part = (values - begin) / (end - begin)  # of the way to an anomaly
+            part = (values - begin) / (end - begin)  # 1 is the limit
             largest = np.fmax.reduce(part, axis=None, initial=0.0)
             is_loud |= bool(largest >= LOUD or bad.any())
             if largest > 0 or measure == "sqnr":
@@ -109,7 +109,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
     """Return the values at both ends of the colours. The second one is where anomalies begin.
 
-    A measure without a limit has the default's. Saturation has none of its own.
+    A measure without a limit takes the default limit, and saturation the limit of underflow.
     """
     name = {"amax": "jump", "saturation": "underflow"}.get(measure, measure)
     value: float | None = getattr(limits, name)
@@ -118,7 +118,7 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
 
 
 def _difference_chart(runs: Sequence[Run]) -> list[str]:
-    """Draw the loss minus the first run's, and its median over steps; none if they share none."""
+    """Draw the loss minus the first run's, and running medians; nothing without common steps."""
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
@@ -170,8 +170,8 @@ def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
 def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], Array, Mask]:
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
-    A cell without a row is NaN. Of several rows of a cell the worst value counts: the largest, or
-    the smallest SQNR. Amaxes are octaves above the largest of recent steps, 0 if there is none.
+    A cell without a row is NaN. A cell with several rows has their worst value: the smallest SQNR,
+    otherwise the largest. Amaxes are in octaves above the largest recent one, or 0 without one.
     """
     layers = list(dict.fromkeys(row["fqn"] for row in rows))
     steps = sorted({row["step"] for row in rows})
@@ -198,9 +198,9 @@ def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], A
 def _heat_map(
     layers: list[str], steps: list[int], part: Array, bad: Mask, title: str, ends: Ends
 ) -> str:
-    """Draw layers x steps of one kind of rows, and the cells that are not finite.
+    """Draw a map of layers x steps, and mark the cells that are not finite.
 
-    ``part`` is 0 where the colours begin, at the first of ``ends``, and 1 where they end.
+    ``part`` has the values, scaled so that the first of ``ends`` is 0 and the second is 1.
     """
     figure = Figure(figsize=(13, 1.4 + 0.2 * len(layers)), layout="constrained")
     axes = figure.subplots()
@@ -208,9 +208,9 @@ def _heat_map(
     empty.set(hatch="//", edgecolor=EMPTY)
     axes.add_patch(empty)
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
-    # (An exact result has an infinite SQNR.)
+    # Clipped, because an exact result has an infinite SQNR.
     image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
-    # Of tall maps the bar stays at the top, as large as that of a model of few layers.
+    # Beside a tall map, the bar stays at the top and no larger than beside a short one.
     shrink = min(1, MAX_BAR / len(layers))
     bar = figure.colorbar(
         image, aspect=12, pad=0.01, ticks=[0, 0.5, 1], shrink=shrink, anchor=(0, 1)
@@ -229,7 +229,7 @@ def _number(x: float) -> str:
 
 
 def _picture(figure: Figure) -> str:
-    """Return an SVG as a data URI: a browser shows it, and runs nothing that its texts may hold."""
+    """Return an SVG as a data URI, in which browsers run no scripts."""
     file = io.StringIO()
     figure.savefig(file, format="svg")
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue().encode()).decode()}"

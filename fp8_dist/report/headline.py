@@ -1,7 +1,7 @@
 """The first fault that any file of a run shows: its step, rank and layer, and how to replay it.
 
-Metrics, statistics and recordings see different steps, and different parts of a step. The earliest
-fault leads. What no source shows is said to be unknown.
+Metrics, statistics and recordings cover different steps, and different parts of a step. The
+headline is the earliest fault. Facts that no source has are reported as unknown.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.debug.rows import product
 from fp8_dist.report.data import JsonRow, Run, progress
 
-MAX_REPLAYED = 2 << 30  # bytes of a recording that a report replays
+MAX_REPLAYED = 2 << 30  # the size in bytes of the largest recording that a report replays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Fault:
 
     Attributes:
         step: the step in which the source shows it.
-        before: the last step for which the source shows nothing wrong; None if there is none.
+        before: the last earlier step that the source has; None if there is none.
         text: what is wrong, or unusual.
-        source: what shows it.
-        is_wrong: whether values are not finite, or not those that they should be.
-        fqn: the layer; None of metrics.
-        ranks: the first rank that has it, or the candidates; empty if unknown.
+        source: ``"metrics"``, ``"statistics"`` or ``"recordings"``.
+        is_wrong: whether values are non-finite or incorrect. Otherwise they are only unusual.
+        fqn: the layer; None for metrics.
+        ranks: the first rank that has the fault, or the candidates; empty if unknown.
         folder: the recording that shows it.
     """
 
@@ -50,9 +50,9 @@ class Headline:
     Attributes:
         where: the step, and the rank and the layer if they are known.
         what: sentences about what is wrong there.
-        commands: the command that replays it, if it was recorded.
-        is_wrong: whether something is wrong; else it is only unusual.
-        fqn: the layer.
+        commands: the command that replays the fault, if it was recorded.
+        is_wrong: whether something is wrong. Otherwise it is only unusual.
+        fqn: the layer, if it is known.
     """
 
     where: str
@@ -70,7 +70,7 @@ def headline(run: Run) -> Headline | None:
     if not faults:
         return None
     first = faults[0]
-    if not first.ranks and first.fqn is not None:  # another source may have them
+    if not first.ranks and first.fqn is not None:  # another source may have ranks
         same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
         first = dataclasses.replace(first, ranks=next((f.ranks for f in same if f.ranks), ()))
     sentences = [f"{first.text}.", *_gap(first, run)]
@@ -96,7 +96,7 @@ def _where(fault: Fault) -> str:
 
 
 def _gap(fault: Fault, run: Run) -> Iterator[str]:
-    """Say which steps before a fault the source does not show."""
+    """Yield a sentence if the source lacks steps just before a fault."""
     if fault.before is None:
         if any(row["step"] < fault.step for row in run.metrics):
             yield f"It may have begun before: {fault.source} have no earlier step."
@@ -106,7 +106,7 @@ def _gap(fault: Fault, run: Run) -> Iterator[str]:
 
 
 def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str]:
-    """Say what casts show of a step whose metrics are not finite."""
+    """Yield sentences about the casts of a step whose metrics are not finite."""
     steps = {row["step"] for row in run.stats}
     steps |= {row["step"] for recording in run.recordings for row in recording["rows"]}
     if first.step in steps:
@@ -122,7 +122,7 @@ def _casts_behind(first: Fault, located: Fault | None, run: Run) -> Iterator[str
 
 
 def _faults_in_metrics(run: Run) -> Iterator[Fault]:
-    """Yield metrics that are not finite to the end as wrong, others as unusual."""
+    """Yield non-finite metrics: as wrong if they stay so to the end, otherwise as unusual."""
     names: dict[tuple[bool, int], list[str]] = {}
     for name in run.metric_names:
         since = run.not_finite_since(name)
@@ -138,7 +138,7 @@ def _faults_in_metrics(run: Run) -> Iterator[Fault]:
 
 
 def _faults_in_statistics(run: Run) -> Iterator[Fault]:
-    # (A GEMM that loses all has an SQNR of minus infinity, which is not NaN.)
+    # An SQNR of minus infinity belongs to a GEMM whose exact result is 0. It is not a NaN.
     bad = [row for row in run.stats if not row["finite"] and row.get("sqnr") != -math.inf]
     if bad:
         row = min(bad, key=lambda row: (row["step"], row["position"]))
@@ -161,7 +161,7 @@ def _operand(row: JsonRow) -> str:
 
 
 def _faults_in_recordings(run: Run) -> Iterator[Fault]:
-    """Replay the recordings up to the first one with something wrong."""
+    """Replay the recordings up to the first one that has an error."""
     for recording in run.recordings:
         for fault in _faults_in_recording(recording, run.notes):
             yield fault
@@ -187,7 +187,7 @@ def _faults_in_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault
             yield Fault(row["step"], before, text, "recordings", True, row["fqn"], only, folder)
         return
     for f in findings:
-        # Delayed scales are those of the step before.
+        # Delayed scales are computed from the amaxes of the step before.
         is_late = f.element is None and any(row["delayed"] for row in rows)
         element = "" if f.element is None else f", element {[*f.element]}"
         text = f"{f.operand} (for {', '.join(f.gemms)}){element}: {f.text}"

@@ -1,4 +1,4 @@
-"""The page of runs: how they went, where anomalies are, and all float8 casts."""
+"""The HTML page of a report: how runs went, where anomalies are, and all float8 casts."""
 
 import math
 import os
@@ -14,16 +14,16 @@ from fp8_dist.report.figures import charts, heat_maps, layer_chart
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 
-MAX_ANOMALIES = 200  # rows of their table
+MAX_ANOMALIES = 200  # the largest number of rows in their table
 MAX_LAYERS = 8  # layers of a run whose anomalies have a picture
-HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # of config.json
+HIDDEN = {"float8_layers", "units", LIMITS, STARTED, FIRST}  # in config.json, but not shown
 
 
 def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     """Write the page of runs atomically. Progress goes to stderr.
 
     Returns:
-        The headlines of runs as text, and what could not be read.
+        The headlines of the runs as text, and notes on what could not be read.
     """
     runs = read_runs(folders)
     pairs = [(run, headline(run)) for run in runs]
@@ -38,7 +38,7 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
 
 
 def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
-    """Return the page of runs. A run has a headline if anything is wrong or unusual."""
+    """Return the HTML of the page. A run has a headline if anything is wrong or unusual."""
     runs = [run for run, _ in pairs]
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Template(
@@ -66,7 +66,7 @@ def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
 
 
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of figures, one row for each run."""
+    """Return the header and the rows of a table of numbers, one row for each run."""
     units = {k: unit for run in runs for k, unit in run.config.get("units", {}).items()}
     names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
     header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
@@ -96,7 +96,7 @@ def _logged(run: Run) -> str:
 
 
 def shown_metric(run: Run, name: str) -> str:
-    """Format a metric: the median of the last steps, or since when it is not finite."""
+    """Format a metric: its median over the last steps, or the step since which it is not finite."""
     last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
     if (since := run.not_finite_since(name)) is not None:
         return f"{'NaN' if math.isnan(last[-1]) else 'infinite'} since step {since}"
@@ -108,19 +108,19 @@ def shown_metric(run: Run, name: str) -> str:
 
 
 def plain(value: Any) -> str:
-    """Format a value of config.json for people."""
+    """Format a value of config.json for display."""
     is_count = isinstance(value, int) and not isinstance(value, bool)
     return f"{value:,}" if is_count else str(value)
 
 
 def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Return the facts about the runs, by name, with a value of each run."""
+    """Return the entries of config.json by name, each with the values of all runs."""
     names = dict.fromkeys(name for run in runs for name in run.config if name not in HIDDEN)
     return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
 
 
 def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
-    """Yield sentences about a run, and whether each of them tells of a fault."""
+    """Yield sentences about a run, each with whether it reports a fault."""
     for name in run.metric_names:
         if bad := [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]:
             yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
@@ -141,7 +141,7 @@ def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
 
 
 def anchors(index: int, run: Run, first: Headline | None) -> dict[str, str]:
-    """Return the anchors of pictures by layer: that of the headline, then those with anomalies."""
+    """Map layers to anchors of their pictures: the headline's layer, then those with anomalies."""
     layers = [row["fqn"] for row in run.anomalies]
     if first is not None and first.fqn in {row["fqn"] for row in run.stats}:
         layers.insert(0, first.fqn)

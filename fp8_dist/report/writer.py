@@ -1,4 +1,4 @@
-"""``RunWriter``: writes the folder of a run, from any training loop."""
+"""``RunWriter``, which writes the folder of a run, from any training loop."""
 
 import json
 import os
@@ -25,7 +25,7 @@ __all__ = ["RunWriter"]
 CONFIG, COMM = "config.json", "comm.json"
 GROWING = METRICS, STATS, ANOMALIES = "metrics.jsonl", "float8_stats.jsonl", "anomalies.jsonl"
 LIMITS = "anomaly_limits"  # in config.json
-# There too: the time when the writer was made, and the first step that it wrote, if it was given.
+# Also in config.json: the time when the writer was made, and the argument ``first``, if given.
 STARTED, FIRST = "started", "first_step"
 
 
@@ -42,22 +42,22 @@ class RunWriter:
             optimizer.step()
             writer.log(step, loss=loss)
 
-    Make the writer, and call its methods, on all ranks: rank 0 writes. The first step that is
-    logged removes the files of an earlier run in the folder; its recordings stay, and the report
-    leaves them out. Lines are appended and closed at once, so a run can be read while it goes on.
+    Make the writer and call its methods on all ranks; only rank 0 writes. The first call of ``log``
+    removes the files of an earlier run from the folder, except for recordings, which the report
+    leaves out. Files are closed after each call, so that a run can be read while it goes on.
     ``config.json`` has the config, the units, the limits of anomalies, versions and the time of the
-    start, ``metrics.jsonl`` the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` what
-    ``stats`` recorded.
+    start. ``metrics.jsonl`` has the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` the
+    rows and anomalies of ``stats``.
 
     Args:
         folder: the folder of the run.
         stats: statistics whose rows and anomalies are written. The writer removes the rows from
             ``stats.rows``; ``stats.table()`` still has the last ones. Default: none are written.
-        config: facts about the run, as JSON can represent them. If ``steps`` is the number of steps
-            of the whole run, the report shows the progress.
+        config: facts about the run that JSON can represent. If it has ``steps``, the number of
+            steps of the whole run, the report shows the progress.
         units: the units of metrics, by name.
-        first: the first step of a run that continues: lines of earlier steps are kept, and the
-            next block of ``stats`` has this number.
+        first: the first step, if the run continues an earlier one. Lines of earlier steps are kept,
+            and the next block of ``stats`` has this number.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class RunWriter:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (CONFIG, COMM):
             (self.folder / name).unlink(missing_ok=True)
-        # Files of an earlier run are removed in the first step: this run may lack ``first``.
+        # Files of an earlier run are only removed in the first step, in case ``first`` is missing.
         self._others = [self.folder / name for name in GROWING]
         self._told: set[tuple[str, str]] = set()
         if first is not None:
             kept = [_keep_lines_before(first, path) for path in self._others]
-            # Statistics know the anomalies of their own process alone.
+            # ``stats`` only knows the anomalies of this process.
             self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in kept[-1]}
             self._others = []
         versions = {"torch": torch.__version__, "fp8_dist": __version__}
@@ -102,9 +102,9 @@ class RunWriter:
         """Append the metrics of a step, and the rows and anomalies recorded since the last call.
 
         Args:
-            step: the number of the step, that of the last block of ``stats``.
+            step: the number of the step, the same as that of the last block of ``stats``.
             metrics: numbers, or tensors of one element. NaN and infinities are written too. Plain
-                tensors are those of rank 0: average them over ranks before, where they differ.
+                tensors are read on rank 0: if they differ between ranks, average them first.
 
         Collectives: ``full_tensor`` of each metric that is a DTensor.
 
@@ -149,7 +149,7 @@ class RunWriter:
         """Write the collectives of one step, as rank 0 issued them.
 
         Args:
-            audit: what :func:`fp8_dist.debug.comm_audit` returned, after its block.
+            audit: the result of :func:`fp8_dist.debug.comm_audit`, after its block has ended.
         """
         if self._is_writing:
             rows = [asdict(row) | {"float8_bytes": row.float8_bytes} for row in audit.rows]
@@ -159,7 +159,7 @@ class RunWriter:
         (self.folder / name).write_text(json.dumps(value, indent=2, default=str) + "\n")
 
     def sync(self) -> None:
-        """Return once the lines that were written survive a crash of the machine."""
+        """Flush all written lines to disk, so that they survive a crash of the machine."""
         for name in GROWING:
             if self._is_writing and (path := self.folder / name).exists():
                 with path.open("rb") as file:
@@ -167,7 +167,7 @@ class RunWriter:
 
 
 def _keep_lines_before(first: int, path: Path) -> list[dict[str, Any]]:
-    """Remove what a file has of the step ``first`` and later ones; return what it keeps."""
+    """Remove the lines of the step ``first`` and later ones from a file; return the other lines."""
     if not path.exists():
         return []
     kept = []
@@ -175,7 +175,7 @@ def _keep_lines_before(first: int, path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError, KeyError, TypeError):  # a line that was cut off
             if json.loads(line)["step"] < first and line.endswith("\n"):
                 kept.append(line)
-    # Replaced at once: a run that is killed here loses no line.
+    # Replace the file atomically, so that a run that is killed here loses no line.
     new = path.with_name(f".{path.name}.new")
     new.write_text("".join(kept))
     new.replace(path)

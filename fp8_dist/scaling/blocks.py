@@ -29,9 +29,9 @@ _RULES = {None: "", "ceil": " (MX)", "floor": " (MX, floor)"}
 class BlockScheme(Scheme):
     """Base class of the schemes with one scale per block of ``rows x columns`` values.
 
-    Blocks of one row lie along the contraction of an operand's first GEMM, and whole rows can be
-    redistributed. For the GEMM that contracts the rows, :meth:`for_rows` casts this copy again in
-    blocks of one column. A copy in square blocks serves both GEMMs.
+    Blocks of one row lie along the dim that an operand's first GEMM contracts, and whole rows can
+    be redistributed. For the GEMM that contracts the rows, :meth:`for_rows` casts the float8 copy
+    again, in blocks of one column. A copy in square blocks serves both GEMMs.
 
     Attributes:
         rows, columns: the size of a block.
@@ -62,7 +62,7 @@ class BlockScheme(Scheme):
         blocks = self._blocks(operand.start)
         if x.ndim > 2 and (x.shape[-2] % self.rows or blocks[2]):
             return self.dequantize(x, (scales,), operand.start).bfloat16()
-        # Matrices of whole blocks are one matrix.
+        # Matrices of whole blocks can be flattened to one matrix.
         a, b = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, scales))
         return kernels.dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
 
@@ -91,8 +91,8 @@ class BlockScheme(Scheme):
     def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
         """Cast the float8 copy of an operand again, in blocks of one column.
 
-        A new block spans several tokens. Their rows may be on several ranks, and need not be
-        adjacent.
+        A new block spans several tokens, whose rows may be on several ranks, and need not be
+        adjacent there.
 
         Collectives: for each group over the axes that shard the operand's rows, an all-reduce (MAX)
         of 1 byte per new block of the global operand, 4 bytes for fp32 scales.
@@ -122,7 +122,7 @@ class BlockScheme(Scheme):
         return Quantized(new.quantize(values, row_scales, (0, 0)), row_scales, new)
 
     def scales_of_amaxes(self, amaxes: Tensor) -> Tensor:
-        """The scales of blocks with these amaxes, a matrix. A larger amax has no smaller scale."""
+        """The scales of blocks from a matrix of amaxes; they must not decrease with the amax."""
         return self.scales_from((amaxes,))[0]
 
     def _reblocked(self, known: _InBlocks, transposed: bool) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class BlockScheme(Scheme):
         return [self.rows, self.columns, start[0] % self.rows, start[1] % self.columns]
 
     def _taken(self, x: Tensor) -> Tensor:
-        """The tensor that is cast in place of ``x``."""
+        """The tensor that is cast instead of ``x``."""
         return x.to(torch.bfloat16) if self.source == "bf16" else x
 
 
@@ -202,7 +202,7 @@ class Blocks(BlockScheme):
 
     @property
     def _values(self) -> torch.dtype:
-        """The dtype whose values the data has."""
+        """The dtype to whose values the data is rounded."""
         return self.packed_dtype or self.dtype
 
     @property
@@ -257,7 +257,7 @@ def matrix_operand(operand: Quantized) -> Quantized:
 def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
     """Transpose the matrices of an operand, as a view.
 
-    ``scheme``: that of the result; ``None``: the transposed one of the operand's.
+    ``scheme``: the scheme of the result; by default the transposed scheme of the operand.
     """
     qdata, scales, old_scheme, start, splits_blocks = operand
     scales = tuple([scale.mT if scale.ndim else scale for scale in scales])

@@ -39,7 +39,7 @@ class Dense(Scheme):
     family: ClassVar[str] = "dense"
     needs_alignment: ClassVar[bool] = True
 
-    _for_row_contraction: ClassVar["Dense"]  # of each object
+    _for_row_contraction: ClassVar["Dense"]  # set on each object
 
     per: str = "tensor"
     power_of_2: bool = False
@@ -97,7 +97,7 @@ class Dense(Scheme):
         self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
-            return None  # the logarithms and conversions of Inductor's kernels have other bits
+            return None  # logarithms and conversions in Inductor's kernels give other bits
         rows = math.prod(x.shape[:-1])
         if True in transposed and not (
             stores_transposed(x.device) and statically_known_true(rows % ALIGNMENT == 0)
@@ -145,7 +145,7 @@ class Dense(Scheme):
         return known, (scale,), data
 
     def _is_cast_by_rows(self, x: Tensor) -> bool:
-        """Whether kernels for rows serve, because there are none for matrices."""
+        """Whether to use kernels for rows, because there are none for matrices."""
         return self.per == "matrix" and fuses_casts(x) and x.numel() > 0
 
     def fuses(self, x: Tensor) -> bool:

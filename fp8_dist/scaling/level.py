@@ -71,7 +71,7 @@ class Level:
         return counts
 
     def pieces(self, layout: Layout) -> list[Pieces]:
-        """The scales of this rank's part of a tensor, along each dim of the scales of all of it."""
+        """The indices of the scales of this rank's part, along each dim of the global scales."""
         if self.is_scalar:
             return []
         pieces: list[Pieces] = []
@@ -130,5 +130,5 @@ def axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
     in_blocks = {dim: block for dim, block in blocks.items() if block is not None and block > 1}
     shared = {dim for dim, block in blocks.items() if block is None}
     if any(layout.cuts_blocks(dim, block) for dim, block in in_blocks.items()):
-        shared |= set(in_blocks)  # a cut block may have parts along both dims
+        shared |= set(in_blocks)  # a block may be cut along both dims
     return tuple([i for i, dim in enumerate(dims) if dim in shared and layout.mesh.size(i) > 1])

@@ -17,7 +17,7 @@ from fp8_dist.scaling.scheme import Scales, Statistics
 class Mxfp4(Blocks):
     """Values of E2M1, with one exponent per block (:mod:`fp8_dist.kernels.e2m1`).
 
-    The data is e4m3, which has all of these values, so GEMMs are those of :class:`Blocks`.
+    The data is e4m3, which can represent all of these values, so GEMMs are as in :class:`Blocks`.
 
     Attributes:
         rule: the rule of the exponents, "ceil", "even" or "floor".

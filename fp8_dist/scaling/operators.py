@@ -1,7 +1,7 @@
 """The stages of a scheme as operators for graphs: measure, cast, multiply and dequantize.
 
-Each operator serves all schemes, and a graph passes it the key of a scheme. Eager code and every
-backend therefore run the same methods and produce the same bits, and dynamo does not trace them.
+Each operator serves all schemes: a graph passes it the key of a scheme. So dynamo does not trace
+the methods of schemes, and every backend runs the same methods as eager code, with the same bits.
 """
 
 import math
@@ -99,7 +99,7 @@ def _cast(
 def by_scheme(
     schemes: Sequence[Scheme], flat: Sequence[Tensor]
 ) -> tuple[list[tuple[Tensor, ...]], list[Tensor]]:
-    """Group the tensors that begin a flat list, one for each level of each scheme.
+    """Group the first tensors of a flat list by scheme, one for each level of the scheme.
 
     Returns the groups, and the rest of the list.
     """
@@ -128,9 +128,9 @@ def multiply(
 
 @torch_internals.allowed_in_graphs
 def _multiply_in_graph(*arguments: Any) -> Tensor:
-    """Multiply by torch's operator where it has the same bits, and else by the library's.
+    """Multiply by torch's operator where it gives the same bits, and otherwise by the library's.
 
-    Compiled code calls torch's operator at less cost, and async tensor parallelism fuses it.
+    In compiled code torch's operator has less overhead, and async tensor parallelism fuses it.
     """
     a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
     fuses_collectives, product = torch_internals.graphs_fuse_collectives(), None
@@ -158,7 +158,7 @@ def flat(operand: Quantized) -> tuple[Tensor, list[Tensor], str, Start]:
 def operand_of(
     qdata: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
 ) -> Quantized:
-    """Return the operand that an operator got as arguments."""
+    """Return the operand that was passed to an operator by :func:`flat`."""
     return Quantized(qdata, tuple(scales), scheme_named(scheme), (start[0], start[1]))
 
 
@@ -259,7 +259,7 @@ def dequantize_operator(
     x: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
 ) -> Tensor:
     """Operator of :func:`dequantize`."""
-    # Not that function: while another thread compiles, is_compiling() is true here, too.
+    # Do not call dequantize(): while another thread compiles, is_compiling() is true here, too.
     return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
 
 

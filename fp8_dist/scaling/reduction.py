@@ -19,7 +19,7 @@ class Placed(NamedTuple):
     Attributes:
         local: the statistics of the part.
         shape: the shape of the statistics that ranks reduce.
-        pieces: the part of each of these dims that ``local`` is.
+        pieces: for each dim of ``shape``, the indices that ``local`` has.
     """
 
     local: Tensor
@@ -33,7 +33,7 @@ class Placed(NamedTuple):
         pieces: list[Pieces] = [((0, size),) for size in shape]
         dims = {mesh.sharded_dim(layout.placements[axis], ndim) for axis in axes}
         in_parts = [d for d in range(local.ndim) if d in dims and level.block(d, ndim) is not None]
-        if in_parts:  # the ranks of a mesh have no values under FakeTensorMode
+        if in_parts:  # only then: the mesh's ranks have no values under FakeTensorMode
             global_shape, level_pieces = level.shape(layout.shape), level.pieces(layout)
             for dim in in_parts:
                 shape[dim], pieces[dim] = global_shape[dim], level_pieces[dim]
@@ -71,7 +71,7 @@ def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
 def as_integers(statistics: Tensor, dtype: torch.dtype) -> Tensor:
     """View fp32 statistics as integers of the same order, or convert uint8 ones to ``dtype``.
 
-    Do so before padding or writing: inductor (2.13) can't view the result of these as integers.
+    Do so before padding or copying: inductor (2.13) can't view the results of these as integers.
     """
     if statistics.dtype is torch.uint8:
         return statistics.to(dtype)
@@ -135,7 +135,7 @@ def global_statistics_of_tensors(
 ) -> list[Statistics]:
     """:func:`global_statistics` of many tensors.
 
-    Collectives: as for one tensor, together for all tensors that the same groups share.
+    Collectives: as for one tensor, in one message for all tensors with the same groups.
     """
     results = [local for _, local, _ in parts]
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}
@@ -176,8 +176,8 @@ def unpacked(
     """The inverse of :func:`packed`, for the statistics of a tensor.
 
     Args:
-        integers: what was packed, one after the other.
-        shape, start: of the tensor, and the :func:`common_start` of the schemes.
+        integers: the packed statistics, concatenated.
+        shape, start: the shape of the tensor, and the :func:`common_start` of the schemes.
     """
     by_scheme, end = [], 0
     for scheme in schemes:

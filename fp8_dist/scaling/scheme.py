@@ -2,9 +2,8 @@
 
 A *statistic* is measured on data and reduced over ranks by MAX. It is an amax (fp32) or an exponent
 (uint8). A *scale* is the factor that float8 data is multiplied by. Caches, precompute and
-collectives hold statistics, because a cast is determined by them, to the same bits on every rank.
-(It is not determined by an fp32 scale: ``1 / (1 / m) != m``.) Scales are stored with the data, and
-move with it.
+collectives hold statistics, because these determine every bit of a cast, on every rank. (An fp32
+scale does not: ``1 / (1 / m) != m``.) Scales are stored with the data, and move with it.
 
 An operand ``[..., K]`` is treated as a matrix ``[M, K]``, whose rows lie along the last dim.
 CONTRIBUTING.md explains how to write a scheme.
@@ -32,14 +31,14 @@ Scales = tuple[Tensor, ...]  # one per level, in the dtype of that level
 
 
 class Quantized(NamedTuple):
-    """A local tensor in float8. As a tuple it costs less than a Float8Tensor.
+    """A local tensor in float8. A tuple has less overhead than a Float8Tensor.
 
     Attributes:
         qdata: the float8 data, any shape and strides.
         scales: one tensor per level of the scheme, in the shapes of :meth:`Scheme.scale_shapes`.
         scheme: the scheme of the whole tensor.
-        start: the offset (row, column) of this part of the tensor within its first blocks, which
-            other ranks may have parts of.
+        start: the offset (row, column) of this part of the tensor within its first blocks, parts
+            of which may be on other ranks.
         splits_blocks: whether the parts of the ranks can't be joined as float8, because a
             block is divided between ranks or because parts have unequal sizes along a dim in
             blocks. It is the same on all ranks.
@@ -95,7 +94,7 @@ class Scheme:
         needs_alignment: whether :meth:`multiply` on a GPU takes only sizes that are multiples of
             16. Layers of other sizes are then refused, and the GEMM that contracts rows is given a
             transposed copy, with zeros up to a multiple of 16 rows.
-        packed_dtype: the dtype of data that is packed (:meth:`pack`); ``None`` if none is.
+        packed_dtype: the dtype of packed data (:meth:`pack`); ``None`` if data can't be packed.
         key: the name of the scheme in operators, flattened tensors and files (see
             :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
@@ -124,11 +123,11 @@ class Scheme:
             _BY_KEY.setdefault(self.key, self)
 
     def __eq__(self, other: object) -> bool:
-        # The key is not enough: a class that was defined again has those of the old one.
+        # Equal keys are not enough: schemes of a redefined class have the keys of the old class.
         return type(self) is type(other) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.key)  # which the string keeps
+        return hash(self.key)  # a string caches its hash
 
     def __init_subclass__(cls) -> None:
         family = cls.__dict__.get("family")
@@ -139,7 +138,7 @@ class Scheme:
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ValueError(f"two scaling schemes have the family {family!r}; rename one")
             _FAMILIES[family] = cls
-            # A notebook may define a class again, and make its schemes anew.
+            # A notebook may redefine a class, whose schemes must then be created again.
             for key in [key for key in _BY_KEY if key.startswith(f"{family}(")]:
                 del _BY_KEY[key]
 
@@ -184,7 +183,7 @@ class Scheme:
 
     @property
     def for_row_contraction(self) -> "Scheme":
-        """The scheme in the GEMM that contracts an operand's rows; ``self`` if one copy serves."""
+        """The scheme in the GEMM that contracts rows; ``self`` if one copy serves both GEMMs."""
         return self
 
     def transposed(self) -> "Scheme | None":
@@ -283,7 +282,7 @@ class Scheme:
 
     @cached_but_in_graphs
     def packs(self, layout: Layout, gathered: Layout | None = None) -> bool:
-        """Whether FSDP2 gathers packed data: of equal shards of dim 0, whose rows are even."""
+        """Whether FSDP2 can gather packed data: equal shards of dim 0 with even columns."""
         if self.packed_dtype is None or not _gathered_dims(layout, gathered) <= {0}:
             return False
         columns = layout.local_sizes(-1)
@@ -292,7 +291,7 @@ class Scheme:
     def can_move(self, dims: Sequence[int], ndim: int) -> bool:
         """Whether float8 data that is sharded along these dims can be redistributed.
 
-        Whole rows can, each with its scales. A scale of the whole tensor is known on every rank.
+        Whole rows can, each with its scales. A scale of the whole tensor is already on every rank.
         """
         levels = [level for level in self.levels if not level.is_scalar]
         whole = self.can_gather and all(level.follows_rows for level in levels)
@@ -315,7 +314,7 @@ class Scheme:
         """Cast a local tensor to copies in the given memory layouts.
 
         Args:
-            statistics: the global statistics of the blocks of ``x``. ``None`` means that ``x`` has
+            statistics: the global statistics of the blocks of ``x``. If ``None``, ``x`` must have
                 all values of these blocks, and is measured.
             start: the offset of ``x`` within its first blocks.
             transposed: for each copy, whether it is written as the matrix ``[K, P]``, see
@@ -358,18 +357,18 @@ class Scheme:
         """
         return None
 
-    # Packed data: fewer bytes for weights in FSDP2's gathers, and for those that are stored
+    # Packed data: fewer bytes for weights that FSDP2 gathers, and for stored weights
 
     def pack(self, qdata: Tensor) -> Tensor:
         """Pack data ``[..., K]`` of even K: ``[..., K / 2]`` of the ``packed_dtype``."""
         raise NotImplementedError
 
     def unpack(self, packed: Tensor, out: Tensor) -> None:
-        """Write packed data, as it is or as uint8, to ``out``, which is contiguous."""
+        """Unpack data, in the ``packed_dtype`` or viewed as uint8, to a contiguous ``out``."""
         raise NotImplementedError
 
     def cast_packed(self, x: Tensor, statistics: Statistics, start: Start) -> tuple[Scales, Tensor]:
-        """:meth:`cast` to packed data, with the given statistics; the scales, and the data."""
+        """:meth:`cast` to packed data with given statistics; return the scales and the data."""
         _, scales, (qdata,) = self.cast(x, statistics, start, (False,))
         return scales, self.pack(qdata)
 
@@ -396,8 +395,8 @@ class Scheme:
 
         ``layout`` is the layout of the operand.
 
-        Collectives: those of the scheme, over the axes that shard the operand's rows. None by
-        default.
+        Collectives: none by default; a scheme may reduce over the axes that shard the operand's
+        rows.
         """
         return operand
 
@@ -452,7 +451,7 @@ _BY_KEY: dict[str, Scheme] = {}
 
 
 def common_start(schemes: Sequence[Scheme], layout: Layout | None) -> Start:
-    """:meth:`Scheme.start` for several schemes: each takes the remainder by its own blocks."""
+    """:meth:`Scheme.start` for several schemes, each of which reduces it modulo its blocks."""
     if layout is None or not [s for s in schemes if _shards_blocked_dims(s, layout)]:
         return (0, 0)
     return _start_at(layout.offset(), schemes)
@@ -464,7 +463,7 @@ def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
 
 
 def scheme_named(key: str) -> Scheme:
-    """Return the scheme with this key, which may have been made in another process.
+    """Return the scheme with this key, which may come from another process.
 
     Raises:
         ValueError: no scheme of that family is defined here.
@@ -500,7 +499,7 @@ def _gathered_dims(layout: Layout, gathered: Layout | None) -> set[int]:
 
 
 def _period(schemes: Sequence[Scheme], dim: int) -> int:
-    """The distance along dim -1 or -2 after which blocks of all levels begin together again."""
+    """The distance along dim -1 or -2 after which blocks of all levels begin at the same index."""
     levels = [level for scheme in schemes for level in scheme.levels]
     return math.lcm(*[(level.columns if dim == -1 else level.rows) or 1 for level in levels])
 

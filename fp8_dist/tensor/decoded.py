@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
     encode: Callable[[Tensor], Tensor]
 
     def read(self) -> None:
-        """Decode the data anew."""
+        """Decode the data again, into the copy."""
         self.copy.copy_(self.decode(self.data))
 
     def write(self) -> None:
@@ -47,15 +47,15 @@ class Encoded(NamedTuple):
 
 
 class Decoded(TensorSubclass):
-    """A decoded copy of data, or a view of one, that is kept equal to the data.
+    """A decoded copy of data, or a view of such a copy, that is kept in sync with the data.
 
     It is decoded before each operator that reads it, and encoded after each that writes to it. Its
-    clones, deepcopies and pickles are plain tensors. Writes to its memory that are no operators, as
-    through numpy arrays, are not noticed.
+    clones, deepcopies and pickles are plain tensors. Writes to its memory without an operator, such
+    as through a numpy array, are not noticed.
 
     Attributes:
-        plain: the same memory as a plain tensor.
-        source: the data with its copy.
+        plain: a plain tensor on the same memory.
+        source: the data and its decoded copy.
     """
 
     plain: Tensor

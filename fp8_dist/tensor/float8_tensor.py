@@ -165,7 +165,7 @@ class Float8Tensor(TensorSubclass):
         )
 
     def data_ptr(self) -> int:
-        """Return 0: the tensors inside have addresses."""
+        """Return 0, because only the inner tensors have addresses."""
         return 0
 
     @classmethod

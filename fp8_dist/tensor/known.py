@@ -2,27 +2,27 @@
 
 Note [What is known of a weight]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A scale that covers the values of several ranks takes an all-reduce. Therefore the statistics of a
+A scale that covers the values of several ranks needs an all-reduce. Therefore the statistics of a
 weight are cached until the weight is written to. Precompute stores them, and so does FSDP2's float8
 all-gather. A forward does not, because ranks without tokens for an expert skip it. A cast looks
-them up, or measures the weight.
+them up, or else measures the weight.
 
 The cache is in the weight's own tensor, a :class:`KnownWeight`: ``plain`` has the values, ``known``
-the statistics, and ``valid`` says whether the statistics are those of the values. Operators that
-write to the weight, or to a view of it, run in ``KnownWeight.__torch_dispatch__``, which
-invalidates the cache. So writes of optimizers (foreach, fused and compiled ones, too), of
-``.data``, ``to_local()`` and collectives are noticed. A write to ``plain`` itself, as by an
-in-place checkpoint loader, raises the version counter of ``plain``, which is a part of ``valid``. A
-write through a DTensor that ``state_dict()`` returned raises only the counter that this DTensor
-shares with the parameter, which compiled code can't see. docs/state.md lists the writes that are
-not noticed.
+the statistics, and ``valid`` says whether the statistics belong to the values. Operators that write
+to the weight, or to a view of it, run in ``KnownWeight.__torch_dispatch__``, which invalidates the
+cache. So writes by optimizers (foreach, fused and compiled ones, too), through ``.data`` or
+``to_local()``, and by collectives are noticed. A write to ``plain`` itself, such as by an in-place
+checkpoint loader, increments the version counter of ``plain``, which is a part of ``valid``. A
+write through a DTensor that ``state_dict()`` returned increments only the counter that this DTensor
+shares with the parameter, and compiled code can't see that counter. docs/state.md lists the writes
+that are not noticed.
 
-``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. The same graph
-serves a cached and an invalid weight: an operator reads them when it runs
-(``fp8_dist/linear/weight.py``). A graph that writes to a weight invalidates it, too.
+``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. One graph serves a
+weight whether its cache is valid or not: an operator reads the cache at run time
+(``fp8_dist/linear/weight.py``). A graph that writes to a weight invalidates its cache, too.
 
-Views share ``valid``, so that a write to a view is noticed. They have no statistics themselves,
-because their plain tensors count versions apart. Copies and moved tensors have none either.
+Views share ``valid``, so that a write to a view is noticed. They have no statistics of their own,
+because the version counters of their plain tensors are separate. Nor do copies and moved tensors.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ AS_SHARDED = 0
 
 
 def _valid(source: int, fingerprint: int = 0) -> int:
-    """The value of ``valid`` for statistics; without a fingerprint none are stored."""
+    """The value of ``valid`` after statistics were computed; fingerprint 0 if not stored."""
     return 4 * fingerprint + source
 
 
@@ -77,7 +77,7 @@ class Kept(NamedTuple):
     Attributes:
         schemes: the schemes of the statistics.
         layout: the layout of the weight as a rank has it, or as FSDP2 gathers it.
-        whole: whether they are those of the whole weight, not of the rank's part.
+        whole: whether the statistics are of the whole weight instead of the rank's part.
     """
 
     schemes: tuple[Scheme, ...]
@@ -102,7 +102,7 @@ class KnownWeight(WrapperParameter):
     [What is known of a weight].
 
     Attributes:
-        known: 1-D, integers: packed statistics; empty before the first.
+        known: packed statistics, 1-D integers; empty until statistics are stored or reserved.
         valid: int64, 0-dim, on the CPU: fingerprint and source of the statistics, or a state above.
         seen: the version of the parameter, which may be a DTensor, when it was measured.
     """
@@ -144,8 +144,8 @@ class KnownWeight(WrapperParameter):
         return self._state() == flag
 
     def check(self, parameter: Tensor) -> Self:
-        """Drop the statistics if the parameter that has this tensor has another version."""
-        # (Loaders write so to tensors of a state dict. Other writes have been noticed.)
+        """Drop the statistics if the version of the parameter that holds this tensor changed."""
+        # (It does if a loader wrote to a state dict's DTensor. Other writes were noticed at once.)
         if self.seen != (version_of(parameter) or 0) and not _is_invalid(self._state()):
             self.forget_to_load()
         return self
@@ -153,9 +153,9 @@ class KnownWeight(WrapperParameter):
     def recall(self, kept: Kept, x: Tensor) -> dict[Scheme, Statistics]:
         """Return the cached statistics of the current values, by scheme; not in graphs.
 
-        None are returned while a CUDA graph is captured, which is replayed with other values.
+        None are returned while a CUDA graph is captured, because its replays see other values.
 
-        ``x``: the values, perhaps on another device, which is that of the result.
+        ``x``: the values, perhaps on another device. The result is on the device of ``x``.
         """
         is_cached = _fingerprint_of(self._state()) == self._fingerprint(kept)
         if not is_cached or is_captured(x):
@@ -172,8 +172,8 @@ class KnownWeight(WrapperParameter):
         """Cache statistics of the current values.
 
         Args:
-            statistics: those for each scheme.
-            parameter: the parameter that has this tensor.
+            statistics: the statistics for each scheme.
+            parameter: the parameter that holds this tensor.
             source: one of the sources above.
         """
         parts = scaling.packed(statistics)
@@ -200,7 +200,7 @@ class KnownWeight(WrapperParameter):
             self._set_state(_invalidated(state))
 
     def forget_to_load(self) -> None:
-        """Drop the statistics before a state dict is loaded, which does not warn."""
+        """Drop the statistics before a state dict is loaded, without a later warning."""
         self._set_state(UNKNOWN)
 
     def _state(self) -> int:
@@ -232,7 +232,7 @@ class KnownWeight(WrapperParameter):
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
-            return out  # this is how optimizers clone their state; clone() of a shard is a weight
+            return out  # as optimizers do for their state; clone() of a shard remains a weight
         if not (func.is_view or func in MOVES):
             return out
         weight = next(arg for arg in tree_leaves(args) if isinstance(arg, KnownWeight))

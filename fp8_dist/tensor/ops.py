@@ -72,7 +72,7 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _transposed_scheme(func: Any, x: Float8Tensor, rest: tuple[Any, ...]) -> Scheme | None:
-    """The scheme of transposed matrices, if ``func`` makes those."""
+    """The scheme of the result if ``func`` transposes matrices; else None."""
     transposed = x.scheme.transposed()
     if transposed is None or func not in (aten.t.default, aten.transpose.int, aten.permute.default):
         return None
@@ -374,7 +374,7 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
         packed = funcol.wait_tensor(packed)
     like = [(scale.shape[-1], scale.dtype) for _, scale in moving]
     qdata, arrived = unpack_rows(packed, x.qdata.dtype, x.shape[-1], like)
-    # Inductor (2.13) misreads a view of bytes as fp32 that is restrided.
+    # Inductor (2.13) misreads an fp32 view of bytes if it is restrided.
     numbers = iter([scale.clone() if traced else scale for scale in arrived])
     return x.rewrap(qdata=qdata, scale=_changed(x, lambda level, scale: next(numbers)))
 
@@ -396,7 +396,7 @@ def _check_not_cut(func: Any, x: Float8Tensor) -> None:
 
 
 def _as_sent(x: Float8Tensor, qdata: torch.Tensor) -> torch.Tensor:
-    """Data as a message has it: bytes, but float8 where a graph fuses the gather with a GEMM."""
+    """The data as it is sent: bytes, or float8 where a graph fuses the gather with a GEMM."""
     typed = _is_traced(x) and torch_internals.graphs_fuse_collectives() and not _moving_levels(x)
     return qdata if typed else as_bytes(qdata)
 

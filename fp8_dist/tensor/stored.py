@@ -3,7 +3,7 @@
 A weight that is not trained needs no copy in high precision. ``freeze_to_float8`` replaces it by
 two frozen parameters: a :class:`StoredFloat8` under the weight's name, and a :class:`StoredScales`
 under ``NAME_scale_inv``, as in FP8 checkpoints. FSDP2 and tensor parallelism shard, gather, move
-and offload them like all parameters, without a conversion.
+and offload them like other parameters, without converting them.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,18 +29,18 @@ _ON_BYTES = {
     c10d.broadcast_.default,
     c10d.scatter_.default,
 }
-# Operators, besides views, whose result is the same parameter.
+# Operators, besides views, that return a parameter of the same type.
 _SAME = wrapper.MOVES | _ON_BYTES | {aten.new_empty.default}
 _ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
 class Stored(wrapper.WrapperParameter):
-    """Base class of parameters that are moved without a conversion.
+    """Base class of stored parameters, which are moved without being converted.
 
     Attributes:
         write: runs an in-place addition on the weight in high precision and casts it again, given
             the operator and its other arguments; None if this is not the whole weight of a layer.
-        payload: the dtype of FSDP2's all-gather input; None: that of ``plain``.
+        payload: the dtype of FSDP2's all-gather input; None means the dtype of ``plain``.
     """
 
     write: Callable[..., None] | None
@@ -118,7 +118,7 @@ class Stored(wrapper.WrapperParameter):
         return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
-        """The size of the plain tensor of a parameter of another size."""
+        """The size of the plain tensor inside a parameter of ``size``."""
         return torch.Size(size)
 
     def fsdp_pre_all_gather(
@@ -161,8 +161,8 @@ _REMEDY = (
 class StoredFloat8(Stored):
     """The float8 data of a frozen weight.
 
-    Its dtype is the one in high precision that the weight was cast from, and which gradients of the
-    layer have. With a float8 dtype, adapters that are made like the weight would be float8.
+    Its dtype is the high-precision dtype of the weight before the cast and of the layer's
+    gradients. If it were float8, adapters created with the weight's dtype would be float8, too.
 
     Attributes:
         plain: the data, in a float8 dtype.
@@ -221,7 +221,7 @@ class PackedFloat8(StoredFloat8):
         return tree_map_only(torch.Tensor, self._part, func(outline, *args, **kwargs))
 
     def _part(self, view: torch.Tensor) -> Self:
-        """Return a view of this parameter, given one of a tensor that has its shape."""
+        """Return a view of this parameter, given the same view of a tensor of its shape."""
         size, strides, first = list(view.shape), list(view.stride()), view.storage_offset()
         is_transposed = strides[-1] != 1
         dim = -2 if is_transposed else -1
@@ -247,7 +247,7 @@ class StoredScales(Stored):
     Attributes:
         plain: the scales in float32; or their exponents in uint8, if all are powers of two.
         saved_as: the dtype of their entry in checkpoints: float32, or float8_e8m0fnu. Scales that
-            are stored in float32 are always saved in it.
+            are stored in float32 are always saved as float32.
     """
 
     saved_as: torch.dtype

@@ -11,7 +11,7 @@ from fp8_dist import torch_internals
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
-# Operators, besides views, whose result is such a parameter again, moved or to be filled.
+# Operators, besides views, that return a parameter of the same type: a copy, or one yet to fill.
 MOVES = {
     aten.clone.default,
     aten.copy_.default,
@@ -27,8 +27,8 @@ MOVES = {
 class TensorSubclass(torch.Tensor):
     """Base class of the library's tensor subclasses, which run operators on inner tensors.
 
-    Some methods of torch read memory without an operator, and refuse subclasses or crash. Here they
-    read the result of :meth:`readable`.
+    Some methods of ``torch.Tensor`` read memory without calling an operator, and reject subclasses
+    or crash. They are overridden to read the result of :meth:`readable`.
     """
 
     _stable_hash_for_caching = torch_internals.stable_hash
@@ -38,7 +38,7 @@ class TensorSubclass(torch.Tensor):
         """Return a plain tensor with the values, on the same memory.
 
         Raises:
-            NotImplementedError: there is none. ``reader`` is what needs it, for the message.
+            NotImplementedError: there is none. The message names the ``reader``.
         """
         raise NotImplementedError
 
@@ -113,8 +113,8 @@ class WrapperParameter(TensorSubclass):
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         """Return a tensor of this type around another plain tensor.
 
-        By default it keeps its dtype whatever ``dtype`` is: ``model.to(torch.bfloat16)``
-        must not round scales.
+        The base class ignores ``dtype``, because ``model.to(torch.bfloat16)`` must not round
+        scales.
         """
         return type(self)(plain, *self.__tensor_flatten__()[1])
 
@@ -142,7 +142,7 @@ class WrapperParameter(TensorSubclass):
         return self.plain.data_ptr()
 
     def set_(self, *args: Any) -> torch.Tensor:
-        # torch lets fake tensors share memory by this. The plain tensors inside do already.
+        # torch calls this to let fake tensors share memory, which the inner tensors already do.
         return self if isinstance(self.plain, torch_internals.STAND_INS) else super().set_(*args)
 
     @property
@@ -171,7 +171,7 @@ class WrapperParameter(TensorSubclass):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.readable("pickle")  # files are read where this library is not installed
+        plain = self.readable("pickle")  # so that files load without this library
         if isinstance(self, torch.nn.Parameter) and self.is_leaf:
             plain = torch.nn.Parameter(plain, self.requires_grad)
         vars(plain).update({k: v for k, v in vars(self).items() if k != "_is_param"})
@@ -188,20 +188,20 @@ def rebuilt(
 ) -> torch.Tensor:
     """Make a copied or unpickled parameter."""
     parameter = cls(plain.view(dtype), *static).requires_grad_(requires_grad)
-    parameter.__dict__.update(attributes)  # such as that it is an nn.Parameter
+    parameter.__dict__.update(attributes)  # such as the mark of an nn.Parameter
     return parameter
 
 
 def bytes_of(plain: torch.Tensor) -> torch.Tensor:
-    """Return float8 data as uint8, for what does not support float8: pickle and some backends."""
+    """Return float8 data as uint8, because pickle and some backends do not support float8."""
     return plain.view(torch.uint8) if plain.itemsize == 1 else plain
 
 
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
     """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
 
-    FSDP2 refuses uneven shards of other dims than the first. A parameter that every rank has whole
-    (``replicate``) is no shard.
+    FSDP2 rejects uneven shards of any dim but the first. A parameter that is whole on every rank
+    (``replicate``) is not padded.
     """
     is_divided = len(shard) < outer_size[0] and shard.shape[1:] == outer_size[1:]
     missing = -(-outer_size[0] // ranks) - len(shard) if is_divided else 0
@@ -212,7 +212,7 @@ def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> tor
 
 
 def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:
-    """Return FSDP2's all-gather output, of padded bytes, as a tensor of a dtype and a size."""
+    """View FSDP2's all-gather output, which has padded bytes, as a tensor of a dtype and size."""
     return output.view(dtype).as_strided(size, torch.empty(size, device="meta").stride())
 
 

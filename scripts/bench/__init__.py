@@ -1,1 +1,1 @@
-"""Commands that time the library beside bf16 and torchao."""
+"""Commands that time the library, compared with bf16 and torchao."""

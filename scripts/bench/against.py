@@ -1,9 +1,9 @@
-"""Times a benchmark of this checkout and of another commit in turn, each with its own scripts.
+"""Time a benchmark of this checkout and of another commit in turn, each with its own scripts.
 
     python -m scripts.bench.against --assert 1.03 HEAD~20 scripts.bench.linear --shapes 16x16x16
 
-The processes of both alternate, so that what else the machine does meets both. A ratio above 1 says
-that this checkout takes longer.
+The processes of both alternate, so that other load on the machine affects both. A ratio above 1
+means that this checkout is slower.
 """
 
 import argparse
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def readings(output: str) -> Iterator[tuple[str, float]]:
-    """The milliseconds of each "title: candidate" in what a benchmark prints."""
+    """Yield "title: candidate" and its milliseconds from the output of a benchmark."""
     title = ""
     for line in output.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -34,7 +34,7 @@ def readings(output: str) -> Iterator[tuple[str, float]]:
 
 
 def measure(commit: str, command: Sequence[str], rounds: int) -> dict[str, list[list[float]]]:
-    """Milliseconds by line, of the other commit and of this checkout, a figure per round."""
+    """By line, the milliseconds of all rounds: those of the other commit, and of this checkout."""
     by_line: dict[str, list[list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.check_output(["git", "-C", str(ROOT), "archive", commit])

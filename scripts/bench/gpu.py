@@ -1,24 +1,24 @@
-"""Rates of this machine's GPU, and times of layers, blocks and experts: stages of a day on one.
+"""Rates of this machine's GPU, and times of layers, blocks and experts: stages of gpu_day.
 
     python -m scripts.bench.gpu layers
     python -m scripts.bench.gpu blocks --results results.jsonl --begun blocks.begun
 
-A line is printed for each case. Its readings are times of the device, by CUDA events, while the
-host is ahead; those of "wall" are the host's, for a step among several: they are longer where the
-device waits for the host. Operations are those of the linear layers alone, three GEMMs each. Peak
-memory is a candidate's own, its parameters included.
+A line is printed for each case. Readings are device times, measured by CUDA events while the host
+is ahead. Cases named "wall" have the host's mean time per step, which is longer if the device waits
+for the host. FLOPs are those of linear layers alone, three GEMMs each. Peak memory is that of one
+candidate, including its parameters.
 
-- versions: what this machine has.
+- versions: the GPU, and the installed releases.
 - rates: copies, and GEMMs of each kind. They calibrate docs/gpu.md.
 - kernels: each Triton kernel in a layer's step of each recipe, with the block sizes that it chose.
-  Bytes are those of the tensors that it takes, each once; the cache has none of them before.
-- layers: forward and backward of the widest layer of Llama 8B, with 8192, 2048 and 8191 rows; the
-  weight has changed. Candidates take turns.
+  Bytes are the sizes of its tensors, each counted once. The cache starts without them.
+- layers: forward and backward of the widest layer of Llama 8B, with 8192, 2048 and 8191 rows, after
+  a change of the weight. Candidates take turns.
 - blocks: eight blocks of Llama 8B with a small vocabulary, one sequence, without FSDP2. "step" is
   forward and backward; "optimizer" is AdamW (fused) and the update of scales.
-- experts: forward and backward of a layer of experts, of equal and of unequal groups of rows.
+- experts: forward and backward of a layer of experts, with equal and unequal groups of rows.
 - training: fifty steps of a Llama in some recipes, eager and compiled.
-- nccl: training steps of a small model under FSDP2, alone in a group of NCCL.
+- nccl: training steps of a small model under FSDP2, in an NCCL group of one rank.
 """
 
 from importlib import import_module

@@ -1,14 +1,14 @@
-"""Runs one of the three calls of a day on a GPU: stages in groups, with one deadline for all.
+"""Run one of three calls that test and time the library on a GPU, each with a deadline.
 
     python -m scripts.bench.gpu_day A FOLDER      is it right?
     python -m scripts.bench.gpu_day B FOLDER      how fast is it?
     python -m scripts.bench.gpu_day C FOLDER      does it train?
 
-A stage is a process. It appends each result to FOLDER/results.jsonl at once
-(`scripts.bench.gpu_results`). No stage stops another: one that crashes, or whose device answers no
-more, goes on behind the case that did it, in a new process. So does one of whose cases takes too
-long. At the end of its group's time a stage is stopped, and what it found is kept. What the stages
-print is in FOLDER/log_CALL.tgz at the end. The exit status is 1 if a result is an error.
+A call runs groups of stages. A stage is a process that appends each result to FOLDER/results.jsonl
+at once (`scripts.bench.gpu_results`). Stages do not stop each other. If a case crashes, hangs, or
+breaks the device, its stage continues with the next case in a new process. When the time of its
+group is over, a stage is stopped, and its results are kept. At the end FOLDER/log_CALL.tgz has the
+output of all stages. The exit status is 1 if a result is an error.
 """
 
 import os
@@ -28,23 +28,23 @@ from threading import Event
 from scripts.bench.gpu_results import FAILED, POISONED, Result, append, card, commit, read
 from scripts.common.options import command_parser
 
-POLL = 0.05  # seconds between looks at a process
-PATIENCE = 5.0  # seconds until a process that is killed has ended
-SHOWN = 40  # errors that are printed at the end
+POLL = 0.05  # seconds between two polls of a process
+PATIENCE = 5.0  # seconds to wait for the end of a killed process
+SHOWN = 40  # the number of errors that are printed at the end
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A process of the day."""
+    """A process of a call."""
 
     name: str  # in the results
-    words: tuple[str, ...]  # of its command, behind the interpreter
+    words: tuple[str, ...]  # arguments of the interpreter
     patience: float = 45.0  # seconds that one of its cases may take
 
 
 @dataclass(frozen=True)
 class Group:
-    """Stages that run at the same time, and how many seconds they have."""
+    """Stages that run at the same time, and the seconds that they have."""
 
     seconds: float
     stages: tuple[Stage, ...]
@@ -56,7 +56,7 @@ def stage(name: str, module: str, *arguments: str, patience: float = 45.0) -> St
 
 
 def parts(name: str, count: int, module: str, *arguments: str) -> tuple[Stage, ...]:
-    """Make stages that share the cases of one."""
+    """Make `count` stages that divide the cases of one."""
     return tuple(
         stage(f"{name} {i}", module, *arguments, "--part", f"{i}/{count}")
         for i in range(1, count + 1)
@@ -67,7 +67,7 @@ SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
 START = Group(25, (stage("start", SPEED, "versions"),))
-# The most valuable first. A group that ends early leaves its time to those behind it.
+# The most valuable first. If a group ends early, later groups get the rest of its time.
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
@@ -101,14 +101,14 @@ SECONDS = {"A": 260, "B": 260, "C": 137}
 
 
 class Day:
-    """What the stages of a call share.
+    """The state that the stages of a call share.
 
     Attributes:
         python: the interpreter of the stages.
-        results: the file of results, in the folder that is given.
-        logs: for what is printed, and for the names of cases that have begun.
-        identity: of this machine and code, in results that no stage can write itself.
-        stopped: set when the day is stopped from outside.
+        results: the file of results, in the given folder.
+        logs: the folder for output, and for the names of cases that have begun.
+        identity: the card and the commit, for results that are written on behalf of a stage.
+        stopped: set when the call is stopped from outside.
     """
 
     def __init__(self, python: str, folder: Path, logs: Path) -> None:
@@ -118,15 +118,15 @@ class Day:
         self.stopped = Event()
         try:
             self.identity = {"card": card(), "commit": commit()}
-        except Exception as error:  # of a device that is broken: the stages say more
+        except Exception as error:  # a broken device, about which the stages say more
             self.identity = {"card": type(error).__name__, "commit": commit()}
 
     def run(self, groups: Sequence[Group], begin: float, seconds: float) -> None:
-        """Run groups one after the other; each ends when those up to it have used their time.
+        """Run groups one after the other. The end of each is the sum of the times up to it.
 
         Args:
-            begin: of the call, on the monotonic clock.
-            seconds: of the call.
+            begin: when the call began, on the monotonic clock.
+            seconds: the time of the whole call.
         """
         used = 0.0
         for group in groups:
@@ -138,7 +138,7 @@ class Day:
 
 
 class Running:
-    """A stage on its way, started again behind each case that ended its process."""
+    """A running stage. After a case that ends its process, it is started again at the next case."""
 
     def __init__(self, day: Day, stage: Stage, end: float) -> None:
         self.day = day
@@ -151,11 +151,11 @@ class Running:
         self.command += ["--results", str(day.results), "--begun", str(self.begun)]
 
     def run(self) -> str:
-        """Run it to its end, or to that of its time; return how it ended, in a few words."""
+        """Run the stage until it ends or its time is over; return how it ended, in a few words."""
         begin = time.monotonic()
         try:
             outcome = self._processes()
-        except Exception as error:  # of this stage: the others go on
+        except Exception as error:  # only this stage fails; the others go on
             outcome = f"could not be run: {error}"
         return f"{outcome} after {time.monotonic() - begin:.0f} s, {len(self._names())} cases"
 
@@ -172,7 +172,7 @@ class Running:
                 return outcome
 
     def _one_process(self) -> tuple[str, int]:
-        """Run the command; return why it was stopped, and its status."""
+        """Run the command; return why it was stopped ("" if it ended by itself), and its status."""
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 self.command,
@@ -180,7 +180,7 @@ class Running:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 process_group=0,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},  # what a killed stage printed is kept
+                env=os.environ | {"PYTHONUNBUFFERED": "1"},  # keep the output of a killed stage
             )
         begin = time.time()
         reason = ""
@@ -195,7 +195,7 @@ class Running:
             if process.poll() is not None:
                 reason = ""
         finally:
-            with suppress(ProcessLookupError):  # ranks and compilers that it started, too
+            with suppress(ProcessLookupError):  # also kills its ranks and compilers
                 os.killpg(process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a driver may hold a process for ever
             process.wait(PATIENCE)
@@ -211,7 +211,7 @@ class Running:
         return self.begun.read_text().splitlines() if self.begun.exists() else []
 
     def _blame(self, reason: str) -> None:
-        """Write a line for each case without one; else for the start, or the end, of the stage."""
+        """Write an error for each begun case without a result, or for the stage's start or end."""
         written = {r.name for r in read(self.day.results) if r.stage == self.stage.name}
         names = self._names()
         for name in [n for n in names if n not in written] or ["end" if names else "start"]:

@@ -1,4 +1,4 @@
-"""Calls of every operator that has Triton kernels, on data that matter, for gpu_smoke."""
+"""Calls of every operator that has Triton kernels, with edge cases in the data, for gpu_smoke."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from fp8_dist.kernels.scale import INTEGERS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = [False, True]
-# Several tiles down and across, for every choice of block sizes.
+# Several tiles in both directions, for every choice of block sizes; True: odd sizes.
 SHAPES = {False: (320, 2560), True: (331, 2569)}
 
 
@@ -42,14 +42,14 @@ def call(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Call:
 
 
 def tuned_kernels() -> list[Tuned]:
-    """The kernels of the library."""
+    """All tuned Triton kernels of the library."""
     modules = [value for value in vars(package).values() if isinstance(value, ModuleType)]
     tuned = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Tuned)}
     return list(tuned.values())
 
 
 def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
-    """Copy a tensor to memory of its own, with its strides and its offset."""
+    """Copy a tensor to new memory, with the same strides and storage offset."""
     last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
     size = x.storage_offset() + last + 1 if x.numel() else 0
     memory = torch.empty(size, dtype=x.dtype, device=device or x.device)
@@ -61,7 +61,7 @@ def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
 def operator_calls(
     device: torch.device | str, odd: bool, shape: tuple[int, int] | None = None
 ) -> Calls:
-    """Calls by name. ``odd``: of sizes that nothing divides. ``shape``: of other sizes."""
+    """Calls by name. ``odd``: use sizes that no tile divides. ``shape``: use these sizes."""
     m, k = shape or SHAPES[odd]
     calls: Calls = {}
     torch.manual_seed(0)
@@ -72,25 +72,25 @@ def operator_calls(
 
 
 def moved(of: Call, device: torch.device | str | None = None) -> Call:
-    """Copy the tensors of a call, to another device or on their own."""
+    """Copy the tensors of a call, to another device if one is given."""
     return Call(of.op, *tree_map_only(Tensor, lambda x: copied(x, device), tuple(of[1:])))
 
 
 @cache
 def spread(m: int, k: int) -> Tensor:
-    """Values over the whole range of a float8 format beside its largest, and zeros."""
+    """Values of all magnitudes that a float8 format has relative to its largest, and zeros."""
     x = torch.randn(m, k) * 4.0 ** (3 * torch.randn(m, k)).clamp(-8, 5)
     x[:, 3:4], x[4:5] = 0.0, -0.0
     return x
 
 
 def ordinary(m: int, k: int, dtype: torch.dtype = BF16) -> Tensor:
-    """Finite values."""
+    """Finite values of many magnitudes."""
     return spread(m, k).to(dtype, copy=True)
 
 
 def special(m: int, k: int, dtype: torch.dtype = BF16) -> Tensor:
-    """The same with a NaN, infinities, subnormal numbers and the largest ones."""
+    """The values of `ordinary` with a NaN, infinities, subnormals and the extreme finite values."""
     x, info = ordinary(m, k, dtype), torch.finfo(dtype)
     x[0, 5], x[1, 6], x[2, 7] = math.nan, math.inf, -math.inf
     x[6] = torch.randn(k) * info.smallest_normal / 4
@@ -99,14 +99,14 @@ def special(m: int, k: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The matrix in other strides, and in memory that is not aligned."""
+    """Yield views of the matrix with other strides, and one that is not aligned."""
     yield "transposed", x.t().contiguous().t()
     yield "with gaps", x.new_zeros(x.shape[0], x.shape[1] + 3)[:, 2:-1].copy_(x)
     yield "without its first row", x[1:]
 
 
 def amax_calls(m: int, k: int) -> Calls:
-    """Amaxes of a tensor, of rows, of columns and of many tensors; scales."""
+    """Calls for amaxes of a tensor, of rows, of columns and of many tensors, and for scales."""
     x, amax = special(m, k), kernels.amax
     calls = {f"amax along {dims}": call(amax, x, dims) for dims in (None, [0], [1])}
     calls["amax of finite values"] = call(amax, ordinary(m, k))
@@ -128,7 +128,7 @@ def amax_calls(m: int, k: int) -> Calls:
 
 
 def cast_calls(m: int, k: int) -> Calls:
-    """Casts with dense scales."""
+    """Calls that cast with fp32 scales, per tensor or row."""
     x, s, cast, of = ordinary(m, k), special(m, k), kernels.cast_copies, [0, 0]
     one, calls = kernels.amax.portable(x), {}
     for dtype in (E4M3, E5M2):
@@ -148,12 +148,12 @@ def cast_calls(m: int, k: int) -> Calls:
         saturated = call(cast, wide, [one / 8], dtype, False, of, BOTH, saturate=True)
         calls[f"cast_copies saturated {name}"] = saturated
         calls[f"cast_rows {name}"] = call(kernels.cast_rows, wide, dtype, True, [False])
-        # (Of others than finite values the codes may be any.)
+        # (With non-finite values its codes are unspecified.)
         args = ordinary(m, k, high), one / 2, dtype, True, BOTH
         calls[f"cast_and_measure {name}"] = call(kernels.cast_and_measure, *args)
     calls["cast_and_measure e5m2"] = call(kernels.cast_and_measure, x, one, E5M2, False, BOTH)
     calls["cast_rows both layouts"] = call(kernels.cast_rows, s, E4M3, False, BOTH)
-    long = ordinary(3, 16400)  # registers do not hold its rows
+    long = ordinary(3, 16400)  # rows too long for registers
     calls["cast_rows long"] = call(kernels.cast_rows, long, E4M3, True, [False])
     calls["quantize"] = call(kernels.quantize, x, torch.tensor(1e3), E5M2)
     calls["quantize by columns"] = call(kernels.quantize, s, 448 / columns, E4M3)
@@ -161,13 +161,13 @@ def cast_calls(m: int, k: int) -> Calls:
 
 
 def scales_of_rows(m: int) -> Tensor:
-    """Scales of rows, powers of two."""
+    """Power-of-two scales of rows."""
     x = ordinary(m, 8, FP32) * 8.0 ** torch.randn(m, 1)
     return kernels.scaling_from_amax.portable(kernels.amax.portable(x, [1]), E4M3, True)[1].view(-1)
 
 
 def fold_calls(m: int, k: int) -> Calls:
-    """Casts with folded scales, of a gradient and of groups."""
+    """Calls that cast with folded scales, of a gradient and of groups."""
     fold, calls = folding.fold_gradient, {}
     s, t = scales_of_rows(k), scales_of_rows(m)
     for high, to in ((BF16, E4M3), (FP16, E4M3), (FP32, E5M2)):
@@ -175,7 +175,7 @@ def fold_calls(m: int, k: int) -> Calls:
         calls[name] = call(fold, special(m, k, high), to, s, t, True)
     calls["fold_gradient of the weight"] = call(fold, special(m, k), E4M3, s, None, True)
     calls["fold_gradient of the input"] = call(fold, ordinary(m, k), E4M3, None, t, True)
-    # Groups without rows, of one row, and some that end inside of a tile.
+    # Empty groups, a group of one row, and groups that end inside a tile.
     counts = torch.tensor([0, 1, 15, 17, m - 33, 0])
     groups = Groups.of(counts, counts, m)
     _, scale, data = kernels.cast_rows.portable(special(m, k), E4M3, True, [False])
@@ -189,7 +189,7 @@ def fold_calls(m: int, k: int) -> Calls:
 
 
 def block_calls(m: int, k: int) -> Calls:
-    """Casts with scales of blocks, and to other blocks."""
+    """Calls that cast with scales of blocks, or recast to other blocks."""
     x, cast, calls = special(m, k), block_kernels.cast_blocks, {}
     kinds: tuple[tuple[Any, ...], ...] = (  # blocks, dtype, rule; new blocks
         ((1, 128, 0, 0), E4M3, None, 128),
@@ -208,7 +208,7 @@ def block_calls(m: int, k: int) -> Calls:
         calls[f"quantize_block_copies {of}"] = call(block_kernels.quantize_block_copies, *copies)
         known = data, exponents, blocks
         calls[f"reblock {of}"] = call(block_kernels.reblock, *known, rows, rule and "ceil", True)
-    for high in (BF16, FP32):  # in the last blocks
+    for high in (BF16, FP32):  # with the blocks of the last kind
         even = special(m, k, high)[:, : k // 2 * 2]
         of = even, block_kernels.block_exponents.portable(even, E2M1_X2, blocks, "floor"), blocks
         calls[f"pack_blocks {short_name(high)}"] = call(block_kernels.pack_blocks, *of)
@@ -227,7 +227,7 @@ def block_calls(m: int, k: int) -> Calls:
 
 
 def gemm_calls(m: int, k: int) -> Calls:
-    """What is done to the operands and results of GEMMs."""
+    """Calls that prepare the operands of GEMMs."""
     data = ordinary(m, k).to(E4M3)
     calls = {"transposed_copy": call(kernels.transposed_copy, data)}
     calls["transposed_copy to 128"] = call(kernels.transposed_copy, data, 128)
@@ -237,7 +237,7 @@ def gemm_calls(m: int, k: int) -> Calls:
 
 
 def message_calls(m: int, k: int) -> Calls:
-    """Encoded messages, and their sums."""
+    """Calls that encode, decode and sum messages."""
     calls, encode = {}, encoding.encode_float8
     for high in (BF16, FP16, FP32):
         calls[f"encode_float8 {short_name(high)}"] = call(encode, special(m, k, high))

@@ -1,9 +1,9 @@
-"""Prints the results of a day on a GPU as tables for docs/gpu.md.
+"""Print the results of `scripts.bench.gpu_day` as tables for docs/gpu.md.
 
     python -m scripts.bench.gpu_report runs/gpu_day/results.jsonl
 
-It needs no GPU. Of a case that was tried several times the last line counts. A time is the median
-of all readings, with the least and the largest.
+Needs no GPU. If a case was tried several times, its last result counts. A time is the median of all
+readings, with the least and the largest.
 """
 
 import statistics
@@ -30,12 +30,12 @@ class Rates:
     float8_fast: float = 1400.0  # with fast accumulation
     elementwise: float = 4.0  # TB/s of kernels
     reduction: float = 3.5
-    transpose: float = 0.27  # of torch's copies that change the order of 1-byte elements
-    launch: float = 2.5  # microseconds that a kernel takes at least
+    transpose: float = 0.27  # of torch's copies that transpose 1-byte elements
+    launch: float = 2.5  # microseconds: the least time of a kernel
 
 
 class Candidate(NamedTuple):
-    """A row of a table of times: what took turns with others on one shape."""
+    """A row of a table of times: one of the candidates that took turns on a shape."""
 
     recipe: str
     compiled: bool
@@ -53,12 +53,12 @@ def latest(results: Iterable[Result]) -> list[Result]:
 
 
 def in_stages(results: Sequence[Result], *stages: str) -> list[Result]:
-    """Return the results of stages, and of their parts ("kernels 1")."""
+    """Return the results of the given stages, including their parts ("kernels 1")."""
     return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
 
 
 def spread(readings: Sequence[float]) -> list[str]:
-    """Cells in milliseconds: the median, and the least and the largest reading."""
+    """Two cells in milliseconds: the median, and the range of the readings."""
     if not readings:
         return ["", ""]
     least, middle, largest = min(readings), statistics.median(readings), max(readings)
@@ -75,7 +75,7 @@ def where(results: Sequence[Result]) -> str:
 
 
 def checks(results: Sequence[Result]) -> str:
-    """How many cases of each stage went well, and each error."""
+    """The number of cases of each stage that went well, and all errors."""
     by_stage: dict[str, list[Result]] = defaultdict(list)
     for result in results:
         by_stage[result.stage].append(result)
@@ -90,7 +90,7 @@ def checks(results: Sequence[Result]) -> str:
 
 
 def rates(results: Sequence[Result]) -> str:
-    """Rates of copies and of GEMMs, beside the assumed ones."""
+    """A table of the rates of copies and GEMMs, and the assumed rates."""
     assumed = Rates()
     tera = {
         "copy": assumed.elementwise,
@@ -115,7 +115,7 @@ def rates(results: Sequence[Result]) -> str:
 
 
 def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Candidate, Result]]:
-    """Pool the turns of candidates: by shape, one result with all readings of each."""
+    """Pool the turns of candidates: by shape and candidate, one result with all readings."""
     by_shape: dict[str, dict[Candidate, Result]] = defaultdict(dict)
     for r in results:
         if not (r.readings and r.recipe and r.name.endswith(ending)):
@@ -129,7 +129,7 @@ def candidates(results: Sequence[Result], ending: str = "") -> dict[str, dict[Ca
 
 
 def times(of: dict[Candidate, Result]) -> str:
-    """One line for each candidate of a shape."""
+    """A table with a line for each candidate of a shape."""
     bases = [of.get(Candidate(BF16, compiled, False)) for compiled in (False, True)]
     lines = []
     for who, r in of.items():
@@ -143,7 +143,7 @@ def times(of: dict[Candidate, Result]) -> str:
 
 
 def blocks(results: Sequence[Result]) -> dict[str, str]:
-    """By shape: forward and backward, the optimizer, and the tokens of both per second."""
+    """By shape, a table of the times of forward and backward and of the optimizer, and tokens/s."""
     tables = {}
     optimizers = candidates(results, "optimizer")
     for shape, of in candidates(results, "step").items():
@@ -161,7 +161,7 @@ def blocks(results: Sequence[Result]) -> dict[str, str]:
 
 
 def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
-    """Yield titles and texts."""
+    """Yield the title and text of each section."""
     yield "The machine", where(results)
     yield "Checks", checks(results)
     yield "Rates", rates(results)

@@ -1,9 +1,9 @@
-"""Results of a day on a GPU: JSON lines, each appended as soon as something was tried.
+"""The results of `scripts.bench.gpu_day`: JSON lines, each appended as soon as a case ends.
 
-A program of the day is a *stage*. It calls :func:`run` with its cases, each a name and a function
-that returns a :class:`Result` or raises. `scripts.bench.gpu_day` starts the stages with the options
-``--results``, ``--stage`` and ``--begun``. Started by hand without them, a program prints what it
-finds, and nothing else.
+A *stage* is a program that calls :func:`run` with its cases. A case is a name, and a function that
+returns a :class:`Result` or raises. `scripts.bench.gpu_day` starts stages with the options
+``--results``, ``--stage`` and ``--begun``. Without them, a program that is started by hand only
+prints its results.
 """
 
 import argparse
@@ -18,31 +18,31 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-# The status of a stage of which some cases failed, and of one whose device answers no more, which
-# goes on in a new process. Python's own status for an error, 1, is neither.
+# The exit status of a stage if some cases failed, and if the device no longer answers, so that the
+# stage must go on in a new process. Neither is 1, Python's own status for an error.
 FAILED, POISONED = 3, 75
-BEHIND = "the cases behind"  # which were not made, as something failed
+BEHIND = "the cases behind"  # the name of a case that reports a failure to generate cases
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one case."""
+    """The result of one case."""
 
-    stage: str = ""  # the program's part of the day
-    name: str = ""  # of the case, unique in its stage
+    stage: str = ""  # the name of the stage
+    name: str = ""  # the name of the case, unique in its stage
     recipe: str = ""  # of the candidate: "bf16", a recipe, "torchao RECIPE"
     compiled: bool = False  # whether the candidate was compiled
     shape: str = ""  # such as "8192 x 4096 x 14336"
     readings: tuple[float, ...] = ()  # seconds, as they were taken
-    bytes: int = 0  # of one reading, as flops and tokens
+    bytes: int = 0  # per reading, like flops and tokens
     flops: float = 0.0
     tokens: int = 0
-    peak: int = 0  # bytes of the device's memory
-    note: str = ""  # what a person wants to know besides: block sizes, decibels, a loss
-    error: str = ""  # the first line of what was raised; empty if all went well
-    # The device, the code, and the seconds since 1970; filled in.
+    peak: int = 0  # bytes of device memory
+    note: str = ""  # other facts for people: block sizes, decibels, a loss
+    error: str = ""  # what was raised, shortened; empty if all went well
+    # The device, the code, and the time in seconds since 1970; filled in by `run`.
     card: str = ""
     commit: str = ""
     at: float = 0.0
@@ -57,7 +57,7 @@ class Result:
         return json.dumps(dataclasses.asdict(self))
 
     def text(self) -> str:
-        """The line that people read while the day goes on."""
+        """The line that is printed for people."""
         words = [self.stage, self.name]
         if self.readings:
             words.append(f"{1e3 * self.median:.3f} ms")
@@ -77,19 +77,19 @@ Case = Callable[[], Result]
 def append(path: Path, result: Result) -> None:
     """Append a line in one write, so that lines of several processes do not mix.
 
-    It begins with an empty one, which ends what a process that was stopped has left.
+    A newline comes first, in case a stopped process has left an unfinished line.
     """
     with path.open("ab", buffering=0) as file:
         file.write(f"\n{result.line()}\n".encode())
 
 
 def read(path: Path) -> list[Result]:
-    """Read the lines of a day; none, if there is no such file.
+    """Read the results in a file; none if the file does not exist.
 
-    A line that is cut off, because its writer was stopped, is left out.
+    Lines that are cut off, because their writer was stopped, are left out.
 
     Raises:
-        ValueError: another line is no result; names it.
+        ValueError: another line is not a result; the message names it.
     """
     results = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
@@ -104,7 +104,7 @@ def read(path: Path) -> list[Result]:
 
 
 def add_options(parser: argparse.ArgumentParser, stage: str) -> None:
-    """Add the options of a stage; by default it is called ``stage``."""
+    """Add the options of a stage, whose default name is ``stage``."""
     add = parser.add_argument
     add("--stage", default=stage, help="name in the results; default: %(default)s")
     add("--results", type=Path, metavar="FILE", help="append JSON lines to it")
@@ -117,13 +117,13 @@ def add_options(parser: argparse.ArgumentParser, stage: str) -> None:
 def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
     """Run the cases that have not begun before; return the exit status.
 
-    The status is ``FAILED`` if a case failed, and ``POISONED``, at once, if the device does not
-    answer after a failure: the same command then goes on behind that case, in a new process.
+    The status is ``FAILED`` if a case failed. If the device does not answer after a failure, this
+    returns ``POISONED`` at once, and the same command continues at the next case in a new process.
 
     Args:
-        args: of a parser with :func:`add_options`.
-        cases: names and functions, which are called one after the other. A function that is to be
-            measured waits for the device itself.
+        args: the options, from a parser with :func:`add_options`.
+        cases: names and functions, which are called one after the other. A function that measures
+            times must wait for the device itself.
     """
     begun = set(args.begun.read_text().splitlines()) if args.begun and args.begun.exists() else ()
     identity = {"stage": args.stage, "card": card(), "commit": commit()}
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
         try:
             result = function()
             _synchronize()
-        except Exception as error:  # of one case; torch and Triton raise many types
+        except Exception as error:  # only this case fails; torch and Triton raise many types
             result = dataclasses.replace(result, error=shown(error))
         result = dataclasses.replace(result, name=name, at=time.time(), **identity)
         print(result.text(), flush=True)
@@ -156,7 +156,7 @@ def run(args: argparse.Namespace, cases: Iterable[tuple[str, Case]]) -> int:
 
 
 def _guarded(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
-    """Yield the cases; an error of what makes them is that of a last one."""
+    """Yield the cases. If generating them fails, a last case has the error."""
     try:
         yield from cases
     except Exception as error:
@@ -165,7 +165,7 @@ def _guarded(cases: Iterable[tuple[str, Case]]) -> Iterator[tuple[str, Case]]:
 
 
 def shown(error: Exception) -> str:
-    """The type and the first words of an error, and of what caused it."""
+    """The type and the first words of an error, and of its causes."""
     texts = []
     cause: BaseException | None = error
     while cause is not None:
@@ -182,7 +182,7 @@ def card() -> str:
 
 
 def commit() -> str:
-    """The commit of this checkout; FP8_DIST_COMMIT, where a copy has no repository."""
+    """The commit of this checkout, or FP8_DIST_COMMIT if this is a copy without a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

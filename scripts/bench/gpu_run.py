@@ -44,12 +44,12 @@ Found = dict[str, Any]  # fields of a result
 Ready = tuple[Layer, Callable[[], object]]  # a candidate's layer, and its forward and backward
 
 WARM_UP = 3
-SLEEP = 4_000_000  # cycles, some 2 ms
-STEPS = 10  # that the host's clock times together
+SLEEP = 4_000_000  # cycles, about 2 ms
+STEPS = 10  # the number of steps in one reading of the host's clock
 ROWS = 8192
 D, FFN = MODELS["8b"].dim, MODELS["8b"].ffn_dim
 VOCABULARY = 2048
-# The most wanted first: a stage may be stopped at any time.
+# The most important first, because a stage may be stopped at any time.
 BLOCKS: tuple[Variant, ...] = (
     (BF16, False),
     ("tensorwise", True),
@@ -69,7 +69,7 @@ TRAINING = ("--model", "1b", "--steps", "50", "--batch-size", "8", "--seq-len", 
 TRAINING += ("--lr", "5e-4", "--warmup", "10")
 GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
 EXPERTS = 2048, 1536  # features of a layer of experts
-COPIED = 2**30  # bytes, more than a cache holds
+COPIED = 2**30  # bytes, more than the cache holds
 SHAPES: tuple[Shape, ...] = ((ROWS, D, FFN), (ROWS, FFN, D), (2048, D, FFN))
 E4M3 = torch.float8_e4m3fn
 
@@ -77,7 +77,7 @@ E4M3 = torch.float8_e4m3fn
 def event_seconds(
     *parts: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> list[float]:
-    """The times of functions on the GPU, which sleeps first: the host is ahead, as in training."""
+    """GPU times of functions. The GPU sleeps first, so that the host is ahead, as in training."""
     before()
     torch.cuda._sleep(SLEEP)
     events = [torch.cuda.Event(enable_timing=True) for _ in (None, *parts)]
@@ -92,12 +92,12 @@ def event_seconds(
 def readings(
     function: Callable[[], object], repeat: int, before: Callable[[], object] = lambda: None
 ) -> tuple[float, ...]:
-    """The times of a function on the GPU, one after the other."""
+    """The GPU times of several runs of a function."""
     return tuple(event_seconds(function, before=before)[0] for _ in range(repeat))
 
 
 def wall_seconds(step: Callable[[], object]) -> float:
-    """The mean time of a step among several, on the host's clock."""
+    """The mean time of `STEPS` steps, on the host's clock."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     for _ in range(STEPS):
@@ -107,20 +107,20 @@ def wall_seconds(step: Callable[[], object]) -> float:
 
 
 def allocated() -> int:
-    """Bytes of the device that tensors have; the peak begins anew."""
+    """Reset the peak, and return the bytes of device memory that tensors use."""
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.max_memory_allocated()
 
 
 def free() -> None:
-    """Give back the memory of what is not used any more, compiled code included."""
+    """Release memory that is no longer used, including that of compiled code."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
 
 
 def case(name: str, known: Result, measure: Callable[[], Found]) -> Case:
-    """A case whose line says of what it is though it fails."""
+    """A case whose result has the fields of `known` even if `measure` fails."""
 
     def function() -> Result:
         try:
@@ -132,7 +132,7 @@ def case(name: str, known: Result, measure: Callable[[], Found]) -> Case:
 
 
 def versions(args: argparse.Namespace) -> Iterator[Case]:
-    """The GPU, and the releases of what is installed."""
+    """A case that notes the GPU and the installed releases."""
 
     def measure() -> Result:
         gpu, texts = torch.cuda.get_device_properties(0), []
@@ -146,7 +146,7 @@ def versions(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Copies, and the GEMMs of each shape."""
+    """Cases for copies, and for the GEMMs of each shape."""
     for name in copies():
         yield name, partial(copy_rate, name, args.repeat)
     for m, k, n in SHAPES:
@@ -157,7 +157,7 @@ def rate_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def copies() -> dict[str, tuple[Callable[[], object], int]]:
-    """Functions that move bytes, and how many: read and written."""
+    """By name, functions that move data, and the number of bytes that they read and write."""
     source = torch.empty(COPIED // 2, dtype=torch.bfloat16, device="cuda").fill_(1)
     target, rows = torch.empty_like(source), COPIED // 2 // D
     matrix = source.view(torch.uint8)[: rows * D].view(rows, D)
@@ -170,14 +170,14 @@ def copies() -> dict[str, tuple[Callable[[], object], int]]:
 
 
 def copy_rate(name: str, repeat: int) -> Result:
-    """The rate of one of the copies."""
+    """Measure the rate of one of the copies."""
     run, moved = copies()[name]
     readings(run, WARM_UP)
     return Result(readings=readings(run, repeat), bytes=moved)
 
 
 def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
-    """Products of ``[M, K]`` and ``[K, N]``, on random data."""
+    """By name, functions that multiply random ``[M, K]`` and ``[K, N]`` matrices."""
     m, k, n = shape
     a = torch.randn(m, k, device="cuda").bfloat16()
     b = torch.randn(n, k, device="cuda").bfloat16().t()
@@ -207,14 +207,14 @@ def gemms(shape: Shape) -> dict[str, Callable[[], object]]:
 
 
 def gemm_rate(name: str, shape: Shape, repeat: int) -> Found:
-    """The times of one of the GEMMs."""
+    """Measure the times of one of the GEMMs."""
     run = gemms(shape)[name]
     readings(run, WARM_UP)
     return {"readings": readings(run, repeat)}
 
 
 def kernel_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """The kernels of each recipe's step, between two copies."""
+    """Cases for the kernels of each recipe's step, with a copy before and after all of them."""
     yield "copy, first", partial(copy_rate, "copy", args.repeat)
     for recipe in OURS:
         known = Result(recipe=recipe, shape=shape_text((ROWS, D, FFN)))
@@ -223,7 +223,7 @@ def kernel_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def kernel_rates(recipe: str, repeat: int) -> Found:
-    """The block sizes, the time and the rate of each different launch of a step."""
+    """Measure each distinct kernel launch of a step: its block sizes, time and rate."""
     layer, launch = layer_of(recipe, (ROWS, D, FFN), "cuda"), Tuned.__call__
     noted: dict[str, Launch] = {}
 
@@ -240,13 +240,13 @@ def kernel_rates(recipe: str, repeat: int) -> Found:
 
 
 def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors among a launch's arguments."""
+    """The tensors among the arguments of a launch."""
     return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
 
 
 def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], repeat: int) -> str:
-    """The block sizes that a launch chooses, its time and its rate."""
-    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # more than it holds
+    """Measure a launch: the block sizes that it chooses, its time and its rate."""
+    cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # larger than the GPU's cache
     run = partial(tuned, *args, **constants)
     with patch.object(tuned, "_fastest", {}) as fastest:
         readings(run, WARM_UP)
@@ -259,13 +259,13 @@ def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], 
 
 
 def label(variant: Variant) -> str:
-    """A candidate's name in those of cases."""
+    """The name of a candidate, for names of cases."""
     name, compiled = variant
     return f"{name} compiled" if compiled else name
 
 
 def layer_variants(rows: int) -> list[Variant]:
-    """The candidates for a layer, the most wanted first; all of them with ``ROWS`` rows alone."""
+    """The candidates for a layer, the most important first; all of them only for ``ROWS`` rows."""
     both = [(name, kind) for name in (BF16, *OURS) for kind in (False, True)]
     every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
     few = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])
@@ -273,12 +273,12 @@ def layer_variants(rows: int) -> list[Variant]:
 
 
 def layer_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Turns of all candidates on each shape, then the host's times of each."""
-    # The graphs of many candidates are of one function.
+    """Cases for each shape: turns of all candidates, then host times of each candidate."""
+    # The compiled graphs of all candidates belong to one function.
     torch._dynamo.config.recompile_limit = 64
     for rows in args.rows:
         m, k, n = shape = rows, D, FFN
-        ready: dict[Variant, Ready | None] = {}  # None: it failed
+        ready: dict[Variant, Ready | None] = {}  # None: the candidate failed
         for turn in (*(f"turn {1 + turn}" for turn in range(args.turns)), "wall"):
             again = [] if turn == "wall" else [((BF16, False), ", again")]
             for variant, suffix in [*((variant, "") for variant in layer_variants(rows)), *again]:
@@ -300,7 +300,7 @@ def measured_layer(
     wall: bool,
     args: argparse.Namespace,
 ) -> Found:
-    """A candidate's turn: forward and backward. It stays ready for the next one."""
+    """Measure a candidate's turn: forward and backward. Its layer is kept for the next turn."""
     others = None
     candidate = ready.setdefault(variant, None)
     if candidate is None:
@@ -319,24 +319,24 @@ def measured_layer(
     if wall:
         return {"readings": tuple(wall_seconds(step) for _ in range(3))}
     fields: Found = {"readings": readings(forward_and_backward, args.repeat, layer.change_weight)}
-    if others is not None:  # later, the gradients of others come and go
+    if others is not None:  # in later turns, gradients of others come and go
         fields["peak"] = torch.cuda.max_memory_allocated() - others
     return fields
 
 
 def layer_run(shape: Shape, variant: Variant) -> Ready:
-    """Make a candidate's layer."""
+    """Make a candidate's layer, and the function that runs it."""
     name, compiled = variant
     layer = layer_of(name, shape, "cuda")
     if not compiled:
         return layer, layer.run
-    # (In place, torch 2.13 finds nothing to compile in a layer of its own.)
+    # (layer.module.compile(): torch 2.13 finds nothing to compile in a layer on its own.)
     module: Any = torch.compile(layer.module, fullgraph=True, dynamic=False)
     return layer, replace(layer, module=module).run
 
 
 def block_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Each candidate's step and optimizer, and bf16 again."""
+    """Cases for the step and the optimizer of each candidate, and of bf16 a second time."""
     variants = [variant for variant in BLOCKS if variant[0] in (BF16, *OURS, *TORCHAO)]
     for variant, again in [*((variant, "") for variant in variants), ((BF16, False), ", again")]:
         about = {"tokens": args.tokens, "shape": f"{args.blocks} blocks x {args.tokens} tokens"}
@@ -350,7 +350,7 @@ def block_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[float]) -> Found:
-    """Forward and backward of some blocks; `updates` gets the times of the optimizer's steps."""
+    """Measure forward and backward of some blocks; append times of optimizer steps to `updates`."""
     free()
     others = allocated()
     name, compiled = variant
@@ -373,7 +373,7 @@ def measured_blocks(args: argparse.Namespace, variant: Variant, updates: list[fl
 
 
 def sequence(model: Llama, tokens: int) -> tuple[Tensor, Tensor]:
-    """A sequence and the tokens that follow, the same ones for all candidates."""
+    """Random tokens and targets, the same for all candidates."""
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(model.config.vocab_size, (2, 1, tokens), generator=generator)
     first, second = batch.to(model.cos.device)
@@ -381,13 +381,13 @@ def sequence(model: Llama, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def linear_flops(model: nn.Module, tokens: int) -> float:
-    """Operations of a model's linear layers, in forward and backward."""
+    """The FLOPs of a model's linear layers in forward and backward."""
     layers = (part for part in model.modules() if isinstance(part, nn.Linear))
     return sum(6.0 * tokens * layer.in_features * layer.out_features for layer in layers)
 
 
 def expert_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Experts of equal, then of unequal groups, in each recipe."""
+    """Cases for experts with equal, then with unequal groups, in each recipe."""
     for title, groups in GROUPS.items():
         rows, (k, n) = sum(groups), EXPERTS
         for name in (BF16, *get_args(ExpertsRecipe), f"{BF16}, again"):
@@ -398,7 +398,7 @@ def expert_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
-    """Forward and backward of a layer of experts."""
+    """Measure forward and backward of a layer of experts."""
     free()
     others = allocated()
     experts = Experts(name, groups, EXPERTS, "cuda")
@@ -409,7 +409,7 @@ def measured_experts(name: str, groups: Sequence[int], repeat: int) -> Found:
 
 
 def training_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Runs of `scripts.train.train`: the same weights, text and number of steps in all recipes."""
+    """Cases for runs of `scripts.train.train`, with the same weights, text and number of steps."""
     options = dict(zip(TRAINING[::2], TRAINING[1::2], strict=True))
     tokens = int(options["--batch-size"]) * int(options["--seq-len"])
     for variant in RUNS:
@@ -419,7 +419,7 @@ def training_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def trained(variant: Variant, tokens: int) -> Found:
-    """The steps behind the first ones, on the host's clock, and losses on the way."""
+    """Train, and return the host times of the steps after the warm-up, and some of the losses."""
     free()
     with tempfile.TemporaryDirectory() as folder:
         words = ["--recipe", variant[0], "--out", folder, *["--compile"] * variant[1]]
@@ -437,7 +437,7 @@ def trained(variant: Variant, tokens: int) -> Found:
 
 
 def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
-    """A group of one rank, and a model so small that the host's time for FSDP2 counts."""
+    """Cases in a group of one rank, with a model so small that FSDP2's host time dominates."""
     for name in (BF16, "tensorwise", *TORCHAO[:1]):
         known = Result(recipe=name, shape="debug")
         measure = partial(measured_alone, name, torch.device("cuda", 0), args.repeat)
@@ -445,7 +445,7 @@ def nccl_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured_alone(name: str, device: torch.device, repeat: int) -> Found:
-    """A sum over a group's only rank, and training steps under FSDP2."""
+    """Measure training steps under FSDP2 in a group of one rank, after an all-reduce."""
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
         options = {"backend": "nccl", "device_id": device}

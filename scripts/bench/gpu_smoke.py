@@ -1,13 +1,13 @@
-"""Whether kernels have the right bits on this machine's GPU. (tests/gpu has GEMMs and steps.)
+"""Check the bits of kernels on this machine's GPU. (tests/gpu covers GEMMs and training steps.)
 
     python -m scripts.bench.gpu_smoke PART
 
-- kernels: each Triton kernel with each of its block sizes, on the default and on a side stream: the
-  bits of the portable code. In Triton's interpreter (TRITON_INTERPRET=1) it runs on CPUs.
-- inductor: the copies that compiled code writes, in each of Inductor's launch configs: the bits of
-  the library's kernels.
+- kernels: each Triton kernel, with each choice of block sizes, on the default stream and on a side
+  stream, against the portable code. With TRITON_INTERPRET=1 it runs on CPUs.
+- inductor: the copies that compiled code writes, in each of Inductor's launch configs, against the
+  library's kernels.
 
-A line is printed for each case, see scripts/bench/gpu_results.py.
+A line is printed for each case (scripts/bench/gpu_results.py).
 """
 
 from scripts.bench.gpu_results import add_options
@@ -17,7 +17,7 @@ PARTS = "kernels", "inductor"
 
 
 def share_type(text: str) -> tuple[int, int]:
-    """The type of ``--part``: which of how many processes."""
+    """Parse ``--part``: the number of a process, from 1, and the number of processes."""
     index, count = map(int, text.split("/"))
     if not 1 <= index <= count:
         raise ValueError(text)

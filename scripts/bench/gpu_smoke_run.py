@@ -29,13 +29,13 @@ Named = dict[str, Tensor]
 
 
 def comparable(x: Tensor) -> Tensor:
-    """The bits as integers, the same ones for every NaN."""
+    """The bits as integers, where all NaNs become equal."""
     bits = x.view(INTEGERS[x.itemsize])
     return bits.masked_fill(x.float().isnan(), -1) if x.is_floating_point() else bits
 
 
 def difference(actual: Tensor, expected: Tensor) -> str:
-    """How a tensor differs from the expected one; empty if it has the same bits."""
+    """Describe how a tensor differs from the expected one; empty if the bits are equal."""
     kinds = [f"{short_name(x.dtype)} {tuple(x.shape)}" for x in (actual, expected)]
     if kinds[0] != kinds[1]:
         return f"{kinds[0]} instead of {kinds[1]}"
@@ -49,7 +49,7 @@ def difference(actual: Tensor, expected: Tensor) -> str:
 
 
 def check_same(actual: Named, expected: Named, where: str = "") -> None:
-    """Raise an error that says which tensors differ in which bits."""
+    """Raise an error that names the tensors that differ, and says how."""
     assert actual.keys() == expected.keys(), f"{[*actual]} instead of {[*expected]}"
     differences = {name: difference(actual[name], expected[name]) for name in actual}
     problems = [f"{where}{name}: {problem}" for name, problem in differences.items() if problem]
@@ -60,7 +60,7 @@ def check_same(actual: Named, expected: Named, where: str = "") -> None:
 
 
 def outputs(run: Callable[..., Any], call: Call) -> Named:
-    """What a function returns for copies of a call's arguments, and what it leaves of these."""
+    """Run a function on copies of a call's arguments; return its results and these arguments."""
     _, args, kwargs = moved(call)
     trees = {"result": run(*args, **kwargs), "argument": args}
     leaves = {f"{name} {i}": x for name in trees for i, x in enumerate(tree_leaves(trees[name]))}
@@ -68,7 +68,7 @@ def outputs(run: Callable[..., Any], call: Call) -> Named:
 
 
 def portable(call: Call) -> Named:
-    """The outputs of the portable code, of all operators in it."""
+    """The outputs of the portable code, also for operators that it calls."""
 
     def run(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Any:
         return op.portable(*args, **kwargs)
@@ -78,7 +78,7 @@ def portable(call: Call) -> Named:
 
 
 def launched(call: Call) -> Named:
-    """The outputs of the Triton kernels. What they do not write is NaN, or the largest integer."""
+    """The outputs of the Triton kernels. Unwritten elements are NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return outputs(call.op.implementations["cuda"], call)
@@ -88,7 +88,7 @@ def launched(call: Call) -> Named:
 
 @contextmanager
 def choice(index: int) -> Iterator[list[str]]:
-    """Launch kernels with this choice of block sizes, or their last one; yields what was chosen."""
+    """Make kernels use their index-th choice of block sizes, or the last; yield what they use."""
     chosen: list[str] = []
 
     def launch(tuned: Tuned, grid: Any, *args: Any, **rest: Any) -> None:
@@ -103,7 +103,7 @@ def choice(index: int) -> Iterator[list[str]]:
 
 
 def choices(call: Call) -> int:
-    """The number of choices of the kernels that a call launches; launches none of them."""
+    """The largest number of choices among the kernels of a call, without launching them."""
     counts = [1]
     with patch.object(Tuned, "__call__", lambda tuned, *_, **__: counts.append(len(tuned.configs))):
         call.op.implementations["cuda"](*call.args, **call.kwargs)
@@ -112,7 +112,7 @@ def choices(call: Call) -> int:
 
 @contextmanager
 def side_stream() -> Iterator[None]:
-    """Queue work on a new stream, after and before what is queued on the current one."""
+    """Queue work on a new stream, ordered with earlier and later work on the current stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -129,7 +129,7 @@ def check_choice(call: Call, expected: Callable[[], Named], index: int, aside: b
 
 
 def check_tuned(call: Call, expected: Callable[[], Named]) -> Result:
-    """Check the call that measures the choices, and one after it."""
+    """Check the call that tunes the kernels, and the next one."""
     with ExitStack() as stack:
         for tuned in gpu_operators.tuned_kernels():
             stack.enter_context(patch.object(tuned, "_fastest", {}))
@@ -145,7 +145,7 @@ def check_portable(on_cpu: Call, expected: Callable[[], Named]) -> Result:
 
 
 def cases_of_call(name: str, on_cpu: Call, device: str) -> Iterator[Case]:
-    """One operator with each choice, on each stream; tuned; and its portable code."""
+    """Cases for one operator: each choice on each stream, the tuned choice, the portable code."""
     call = moved(on_cpu, device)
     expected = cache(partial(portable, call))
     for index, aside in product(range(choices(call)), BOTH if device == "cuda" else [False]):
@@ -157,7 +157,7 @@ def cases_of_call(name: str, on_cpu: Call, device: str) -> Iterator[Case]:
 
 
 def kernel_cases(device: str) -> Iterator[Case]:
-    """Each operator, with sizes that are multiples of 16, and with others."""
+    """Cases for each operator, with sizes that are multiples of 16, and with odd sizes."""
     for odd, kind in enumerate(("aligned", "odd")):
         for name, call in gpu_operators.operator_calls("cpu", bool(odd)).items():
             yield from cases_of_call(f"{name}, {kind}", call, device)
@@ -169,9 +169,9 @@ SHAPES = ((64, 48), (1024, 768), (16, 4096), (4096, 4096), (8192, 14336))
 
 
 def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool) -> Named:
-    """The copies of a product: by the operators of graphs, where they fuse, or by the library's.
+    """The float8 copies of a product, by fusible operators of graphs, or by the library's kernels.
 
-    If values saturate, the largest value is not that of the first row.
+    With ``saturates`` the amax leaves out the first row, whose values may then saturate.
     """
     high = x * y
     largest = high[1:] if saturates else high
@@ -186,7 +186,7 @@ def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool
 
 @contextmanager
 def launchers() -> Iterator[list[tuple[CachingAutotuner, list[Any]]]]:
-    """Inductor's kernels take their first launch config; yields them, each with all of its own."""
+    """Make Inductor's kernels use their first launch config; yield kernels with all configs."""
     kernels: list[tuple[CachingAutotuner, list[Any]]] = []
 
     def first(kernel: CachingAutotuner, *args: Any, **kwargs: Any) -> None:
@@ -200,7 +200,7 @@ def launchers() -> Iterator[list[tuple[CachingAutotuner, list[Any]]]]:
 def check_casts(
     shape: tuple[int, int], high: torch.dtype, dtype: torch.dtype, saturates: bool, device: str
 ) -> Result:
-    """Compare the copies that compiled code writes in each launch config."""
+    """Check the copies that compiled code writes in each launch config."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     x, y = (torch.randn(shape, device=device).to(high) for _ in range(2))
@@ -219,7 +219,7 @@ def check_casts(
 
 
 def inductor_cases(device: str) -> Iterator[Case]:
-    """Each format and shape, with kernels that keep a NaN as they clamp."""
+    """Cases for each format and shape, with and without values that saturate."""
     for (m, k), saturates, high, dtype in product(SHAPES, BOTH, (BF16, FP32, FP16), (E5M2, E4M3)):
         name = f"{m} x {k}, {short_name(high)} to {short_name(dtype)}" + saturates * ", saturated"
         yield name, partial(check_casts, (m, k), high, dtype, saturates, device)
@@ -229,7 +229,7 @@ PARTS = {"kernels": kernel_cases, "inductor": inductor_cases}
 
 
 def shared(cases: Iterator[Case], index: int, count: int) -> Iterator[Case]:
-    """Take every ``count``-th case; of an operator all, for which kernels are compiled once."""
+    """Take a share of the cases. Cases of one operator stay together, so it is compiled once."""
     calls: dict[str, int] = {}
     for name, function in cases:
         of = re.split(", (?:choice|tuned|portable)", name)[0]

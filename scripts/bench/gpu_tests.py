@@ -1,9 +1,9 @@
-"""Runs tests as a stage of a day on a GPU: a line of JSON for each as soon as it ends.
+"""Run tests as a stage of `scripts.bench.gpu_day`: append a JSON line as soon as a test ends.
 
     python -m scripts.bench.gpu_tests tests/gpu --workers 8
 
-A test that crashes its process, or waits for the device for too long, ends one of pytest-xdist's
-workers (tests/gpu/conftest.py), which another one replaces.
+A test that crashes its process, or waits too long for the device, ends a worker of pytest-xdist
+(tests/gpu/conftest.py), which is then replaced by a new one.
 """
 
 import tempfile
@@ -17,11 +17,11 @@ from scripts.common.options import command_parser, positive
 
 
 class Lines:
-    """A plugin of pytest that appends results.
+    """A pytest plugin that appends results.
 
     Args:
-        stage: in the results.
-        results, begun: files to append to, if any.
+        stage: the name of the stage in the results.
+        results, begun: the files to append to, if any.
     """
 
     def __init__(self, stage: str, results: Path | None, begun: Path | None) -> None:
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     chosen = [*args.paths, *(f"--ignore={path}" for path in args.ignore)]
     resumed = bool(args.begun and args.begun.exists())
-    if resumed:  # behind the tests that a process before this one began
+    if resumed:  # leave out tests that an earlier process has begun
         chosen += [f"--deselect={name}" for name in args.begun.read_text().splitlines()]
     options = ["-q", "--tb=short", "-p", "no:cacheprovider"]
     options += ["-n", str(args.workers), "--max-worker-restart=1000", "--dist=load"]

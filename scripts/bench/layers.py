@@ -1,4 +1,4 @@
-"""The single layers that are compared, and layers of experts; what `scripts.bench.linear` does."""
+"""The single layers and layers of experts to compare, and the timing of `scripts.bench.linear`."""
 
 import argparse
 import dataclasses
@@ -29,17 +29,17 @@ class Layer:
     grad: torch.Tensor
 
     def run(self) -> torch.Tensor:
-        """Forward and backward; returns the output."""
+        """Run forward and backward, and return the output."""
         output = self.module(self.x)
         output.backward(self.grad)
         return output
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         self.x.grad = self.module.weight.grad = None
 
     def change_weight(self) -> None:
-        """Drops the gradients and what is known of the weight, as a step of an optimizer does."""
+        """Drop the gradients and the weight's cached statistics, as an optimizer step does."""
         self.clear()
         if isinstance(self.module, Float8Linear):
             if self.module.histories:
@@ -48,13 +48,13 @@ class Layer:
 
 
 def normal(device: str) -> Callable[..., torch.Tensor]:
-    """Draws tensors of a size, the same ones for all candidates."""
+    """A function that draws normal tensors, the same for all candidates."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *size: torch.randn(size, generator=generator, device=device).bfloat16()
 
 
 def layer_of(name: str, shape: Shape, device: str) -> Layer:
-    """A candidate's layer with tensors that all candidates share."""
+    """A candidate's layer, with the same values of tensors for all candidates."""
     (m, k, n), random = shape, normal(device)
     x, w, g = random(m, k), random(n, k) / math.sqrt(k), random(m, n)
     with torch.device("meta"):
@@ -64,7 +64,7 @@ def layer_of(name: str, shape: Shape, device: str) -> Layer:
 
 
 class Experts:
-    """Groups of so many rows, a weight for each, and the gradient of the output."""
+    """Groups of rows of the given sizes, a weight for each, and the gradient of the output."""
 
     def __init__(
         self, name: str, groups: Sequence[int], features: tuple[int, int], device: str
@@ -77,7 +77,7 @@ class Experts:
         self.config = None if name == BF16 else Float8ExpertsConfig.from_recipe_name(name)
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         if self.config is None:
             output = F.grouped_mm(self.x, self.weight.mT, offs=self.offs)
         else:
@@ -87,22 +87,22 @@ class Experts:
         output.backward(self.grad)
 
     def clear(self) -> None:
-        """Drops the gradients."""
+        """Drop the gradients."""
         self.x.grad = self.weight.grad = None
 
 
 def shape_text(shape: Shape) -> str:
-    """A shape as people read it."""
+    """A shape as text for people."""
     return " x ".join(map(str, shape))
 
 
 def measure(shape: Shape, args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of all candidates at one shape."""
+    """The median seconds of each candidate for one shape."""
     timed = {}
     for name in args.candidates or timing.CANDIDATES:
         layer = layer_of(name, shape, args.device)
         timed[name] = Timed(layer.run, layer.change_weight)
-    calls = max(1, min(50, 10**7 // math.prod(shape)))  # of what takes microseconds
+    calls = max(1, min(50, 10**7 // math.prod(shape)))  # more calls for smaller shapes
     return timing.medians(timed, args, calls=calls, description=shape_text(shape))
 
 

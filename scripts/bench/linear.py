@@ -1,11 +1,11 @@
-"""Times forward and backward of one linear layer beside nn.Linear and torchao, in one run.
+"""Time forward and backward of one linear layer, compared with nn.Linear and torchao.
 
     python -m scripts.bench.linear --shapes 512x1024x1024 --assert 3
     python -m scripts.bench.linear --shapes 16x16x16 --assert 2
 
-Every operand is cast, once or as often as the library does; torchao casts its weight in forward and
-backward. In the smallest shape all is overhead. (CPUs with AMX run bf16 GEMMs and torchao's float8
-GEMMs in tiles: there our layer is 2.5 times as fast as torchao's in the first command.)
+Operands are cast as often as in training; torchao casts the weight in both forward and backward.
+The smallest shape measures overhead alone. (CPUs with AMX run bf16 GEMMs and torchao's float8 GEMMs
+in tiles. There our layer is 2.5 times as fast as torchao's in the first command.)
 """
 
 import argparse
@@ -15,7 +15,7 @@ from scripts.common.report import make_parser, parse, run
 
 
 def shape_type(text: str) -> tuple[int, int, int]:
-    """The type of an option: MxKxN."""
+    """Parse a shape MxKxN."""
     sizes = tuple(int(size) for size in text.split("x"))
     if len(sizes) != 3 or any(size < 1 or size % 16 for size in sizes):
         raise argparse.ArgumentTypeError(f"{text}: expected MxKxN, positive multiples of 16")

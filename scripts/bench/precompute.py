@@ -1,9 +1,9 @@
-"""Times precompute_float8_dynamic_scale beside torchao's, in one run.
+"""Time the precompute of weight scales, compared with torchao's.
 
     python -m scripts.bench.precompute --assert 4
 
-Each of `--ranks` ranks, which this script starts on this machine, holds its shards of `--layers`
-linear layers of `--size` x `--size` under FSDP2 with float8 gathers.
+The script starts `--ranks` ranks on this machine. Each has its shards of `--layers` linear layers
+of `--size` x `--size` under FSDP2 with float8 gathers.
 """
 
 from scripts.common.options import positive

@@ -1,4 +1,4 @@
-"""Models of `scripts.bench.precompute`, whose weight scales are computed."""
+"""The models of `scripts.bench.precompute`, and the timing of their precompute."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from scripts.common.ranks import run_on_ranks
 
 
 def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
-    """Precompute of a candidate's model: linear layers under FSDP2, one group each."""
+    """The precompute of a candidate's model: linear layers under FSDP2, each a group of its own."""
     layers = (nn.Linear(args.size, args.size, bias=False) for _ in range(args.layers))
     model = nn.Sequential(*layers).to(args.device)
     convert(name, model, shard=True)
@@ -30,7 +30,7 @@ def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds until the scales are known, by candidate; called on every rank."""
+    """The median seconds of precompute by candidate; called on every rank."""
     names = ("tensorwise", *TORCHAO[:1])
     timed = {name: timing.Timed(precomputing(name, args)) for name in names}
     return timing.medians(timed, args, description="precompute")

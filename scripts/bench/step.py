@@ -1,19 +1,19 @@
-"""Times a training step of the reference model beside bf16 and torchao, in one run.
+"""Time a training step of the reference model, compared with bf16 and torchao.
 
     python -m scripts.bench.step --mesh dp=2 tp=2 dp=2,tp=2 --model debug small --assert 2
     python -m scripts.bench.step --compile --assert 1
     python -m scripts.bench.step --stats --model 1b --layers 1 --batch-size 8
 
-A step is forward, backward, an AdamW step (fused) and what follows it (precompute, or the sync of
-delayed scales). `--mesh` names FSDP2 ("dp") and tensor-parallel ("tp", with sequence parallelism)
-axes, whose ranks this script starts on this machine, bound to cores; "none" is one process.
-`--compile` compiles each transformer block. `--stats` times our recipes with the statistics of
-`float8_stats`, too: "entered" (but this step is not recorded), "recorded", and "with GEMMs"
-(recorded with the SQNR of each GEMM; on no mesh); and in a block of `record` without named layers
-("watched"). `--stats watched` times that alone. The first command takes 20 minutes on two cores.
+A step is forward, backward, an AdamW step (fused) and the update of scales (precompute, or the sync
+of delayed scales). `--mesh` gives the sizes of the FSDP2 axis ("dp") and the tensor-parallel axis
+("tp", with sequence parallelism). The script starts these ranks on this machine, pinned to cores;
+"none" is one process. `--compile` compiles each transformer block. `--stats` also times our recipes
+inside `float8_stats`: "entered" (this step is not recorded), "recorded", and, without a mesh, "with
+GEMMs" (recorded with the SQNR of each GEMM); and inside `record` without named layers ("watched").
+`--stats watched` adds only the last. The first command takes 20 minutes on two cores.
 
-The smaller the batch, the more of a step is Python and the latency of collectives. Statistics cost
-a time per element of an operand: the wider the model, the less of a step they are.
+With smaller batches, Python and the latency of collectives are a larger part of a step. The cost of
+statistics is per element of an operand, so wider models spend a smaller part of a step on them.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Training steps that `scripts.bench.step` times."""
+"""The training steps of `scripts.bench.step`."""
 
 import argparse
 import math
@@ -23,15 +23,15 @@ from scripts.common.recipes import OURS
 
 Mesh = dict[str, int]  # sizes of dp and tp
 Batch = tuple[torch.Tensor, torch.Tensor]
-# What attention multiplies in on each type of device, if not in bf16: on CPUs, at heads and
-# sequences this short, torch's backward of it in bf16 would be most of a step.
+# The dtype of attention by type of device, if not bf16. On CPUs, with heads and sequences as short
+# as here, torch's backward of bf16 attention would take most of a step.
 ATTENTION = {"cpu": torch.float32}
 
 
 def parts_of_step(
     name: str, model: Llama, batch: Batch, sharded: bool
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], None]]:
-    """Forward and backward, which return the loss; and the optimizer's step and what follows."""
+    """Two functions: forward and backward, returning the loss; optimizer step and scale update."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     after = after_step(name, sharded)
     tokens, targets = batch
@@ -69,7 +69,7 @@ def step_of(
 def with_statistics(
     model: Llama, step: Callable[[], None], mesh: DeviceMesh | None
 ) -> dict[str, Timed]:
-    """The step in each way to be inside of statistics."""
+    """The step under each kind of statistics, by name."""
     each = float8_stats(model, every=2)
     recorder = record(model, tempfile.mkdtemp())
 
@@ -89,7 +89,7 @@ def with_statistics(
 
 
 def measure(args: argparse.Namespace, axes: Mesh) -> dict[str, dict[str, float]]:
-    """Median seconds of a step by model and candidate; called on every rank."""
+    """The median seconds of a step by model and candidate; called on every rank."""
     mesh = None
     if dist.is_initialized():
         mesh = init_device_mesh(args.device, (*axes.values(),), mesh_dim_names=(*axes,))

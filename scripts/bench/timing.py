@@ -1,7 +1,7 @@
-"""Benchmarks on this machine: candidates take turns on the clock, and medians are compared.
+"""Benchmarks on this machine: candidates take turns, and their median times are compared.
 
-What else the machine does then meets all candidates alike. Ratios carry over between machines of a
-kind, times don't.
+So other load on the machine affects all candidates alike. Ratios carry over to other machines of
+the same kind; times don't.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from scripts.common.markdown import table
 from scripts.common.recipes import BF16, OURS
 
 CANDIDATES = (BF16, *OURS, *TORCHAO)
-# The second one counts what this process computed, and not what it waited for.
+# "cpu" counts the time that this process computes, but not the time that it waits.
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A timed function, and what is done before and after each run outside of the clock."""
+    """A function to time, and functions to call before and after each run, which are not timed."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -43,24 +43,24 @@ def medians(
     calls: int = 1,
     description: str = "",
 ) -> dict[str, float]:
-    """Median seconds of a run of each candidate.
+    """The median seconds of a run of each candidate.
 
-    In a process group every rank calls it with the same candidates: all ranks start each run
-    together, and a reading is that of the slowest.
+    In a process group all ranks must call this with the same candidates. They start each run
+    together, and a reading is the time of the slowest rank.
 
     Args:
-        candidates: by name.
+        candidates: the functions to time, by name.
         args: the options of `scripts.common.report.make_parser`.
-        warm_up: turns before those that count.
-        calls: runs in each turn, whose mean is one reading.
-        description: of the progress bar.
+        warm_up: the number of turns that are not measured, at the start.
+        calls: the number of runs in each turn; their mean is one reading.
+        description: the text of the progress bar.
     """
     _keep_freed_memory()
     readings: dict[str, list[float]] = {name: [] for name in candidates}
     silent = True if dist.is_initialized() and dist.get_rank() > 0 else None
     turns = range(warm_up + args.repeat)
     for turn in tqdm(turns, desc=description, unit="turn", disable=silent, leave=False):
-        # Every other turn goes backwards, so that no candidate always follows the same one.
+        # Every second turn is in reverse order, so that no candidate always follows the same one.
         for name, candidate in [*candidates.items()][:: -1 if turn % 2 else 1]:
             seconds = sum(_seconds_of(candidate, args) for _ in range(calls)) / calls
             if turn >= warm_up:
@@ -69,19 +69,19 @@ def medians(
 
 
 def _keep_freed_memory() -> None:
-    """Tells glibc not to return freed memory to the system, as other allocators do.
+    """Tell glibc not to return freed memory to the system, like other allocators.
 
-    Whether a candidate pays for asking again depends on what the others freed before it.
+    Otherwise memory that one candidate frees changes the cost of allocations in the next.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        trim_threshold, mmap_threshold = -1, -3  # of malloc.h
+        trim_threshold, mmap_threshold = -1, -3  # from malloc.h
         mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_threshold, 2**25)  # the most that it accepts
+        mallopt(mmap_threshold, 2**25)  # the largest value that it accepts
 
 
 def _seconds_of(candidate: Timed, args: argparse.Namespace) -> float:
-    """The time of one run."""
+    """The seconds of one run."""
     clock = CLOCKS[args.clock]
     synchronize = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     candidate.before()
@@ -97,7 +97,7 @@ def _seconds_of(candidate: Timed, args: argparse.Namespace) -> float:
 
 
 def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:
-    """The readings of the slowest rank, turn by turn."""
+    """In each turn, the reading of the slowest rank."""
     if not dist.is_initialized():
         return mine
     everyone: list[dict[str, list[float]]] = [{} for _ in range(dist.get_world_size())]
@@ -111,7 +111,7 @@ def _slowest(mine: dict[str, list[float]]) -> dict[str, list[float]]:
 def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]) -> int:
     """Print a table for each title, and the checks of `--assert`; return the exit status.
 
-    by_title: median seconds by candidate. A name may have an addition: "tensorwise, recorded".
+    by_title: median seconds by candidate. Names may have a suffix, as in "tensorwise, recorded".
     """
     checks = []
     for title, seconds in by_title.items() if args.asserted else ():
@@ -123,7 +123,7 @@ def finish(args: argparse.Namespace, by_title: Mapping[str, Mapping[str, float]]
 
 
 def seconds_table(seconds: Mapping[str, float]) -> str:
-    """A line per candidate, beside bf16, torchao's like recipe, and itself without the addition."""
+    """A line per candidate, with ratios to bf16, to torchao, and to itself without the suffix."""
     lines = []
     for name, median in seconds.items():
         plain = name.partition(", ")[0]
@@ -135,12 +135,12 @@ def seconds_table(seconds: Mapping[str, float]) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A cell: three significant digits, or all before the point."""
+    """A cell in milliseconds, with three significant digits, or more before the point."""
     value = 1e3 * seconds
     digits = 2 - math.floor(math.log10(value)) if value > 0 else 0
     return f"{value:,.{max(0, digits)}f}"
 
 
 def ratio(numerator: float | None, denominator: float | None) -> str:
-    """A cell with a ratio; empty where there is nothing to compare."""
+    """A cell with a ratio; empty if there is nothing to compare."""
     return "" if numerator is None or denominator is None else f"{numerator / denominator:.2f}x"

@@ -1,1 +1,1 @@
-"""Code that commands of several folders share; nothing here imports from another folder."""
+"""Code that commands in several folders share. It imports nothing from those folders."""

@@ -1,7 +1,7 @@
-"""Candidates that scripts compare: bf16, the library's recipes and torchao's, by name.
+"""The candidates that scripts compare, by name: bf16, the library's recipes, and torchao's.
 
-A *candidate* is named "bf16" (nn.Linear), a recipe of the library, perhaps with a format of its
-weights ("mxfp8+mxfp4"), or "torchao RECIPE".
+The name of a *candidate* is "bf16" (nn.Linear), a recipe of the library, if need be with a weight
+format ("mxfp8+mxfp4"), or "torchao RECIPE".
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from fp8_dist import Float8Linear, Float8LinearConfig
 from fp8_dist.recipe import Operand
 from scripts.common.recipes import BF16, PEERS, RECIPES
 
-# torchao warns of kernels that it can't load here, torch of what torchao registers.
+# torchao warns about kernels that it can't load, and torch about types that torchao registers.
 for _logger in ("torchao", "torch.utils._pytree"):
     logging.getLogger(_logger).setLevel(logging.ERROR)
 try:
@@ -28,7 +28,7 @@ except ImportError:
     torchao = None
 
 TORCHAO = () if torchao is None else PEERS
-# Scales of rows need a kernel that CPUs have since torch 2.12.
+# Rowwise scaling on CPUs needs a kernel that torch has since 2.12.
 if torch.__version__.startswith("2.11.") and not torch.cuda.is_available():
     TORCHAO = TORCHAO[:1]
 
@@ -39,7 +39,7 @@ def is_torchaos(name: str) -> bool:
 
 
 def peer_of(name: str) -> str | None:
-    """torchao's candidate that bf16 or a recipe is compared with: the one most like it."""
+    """The torchao candidate most like bf16 or a recipe of the library, to compare it with."""
     if name not in RECIPES:
         return None
     like = {BF16: "tensorwise", "delayed": "tensorwise", "rowwise_folded": "rowwise"}
@@ -62,7 +62,7 @@ def recipe_and_format(name: str) -> tuple[Any, Any]:
 
 
 def gathers_float8(recipe: str) -> bool:
-    """Whether all gathers for float8 layers are float8: one copy serves both uses of an operand."""
+    """Whether a recipe gathers all operands in float8: each has one float8 copy for both GEMMs."""
     return recipe != BF16 and all(
         config_of(recipe).recipe.gather_scheme[operand] is not None for operand in get_args(Operand)
     )
@@ -71,7 +71,7 @@ def gathers_float8(recipe: str) -> bool:
 def linear_of(name: str, linear: nn.Linear) -> nn.Linear:
     """A candidate's layer with the parameters of ``linear``.
 
-    A candidate's layers share one config, as those of a model do.
+    All layers of a candidate share one config object, as in a converted model.
     """
     if is_torchaos(name):
         return TorchaoLinear.from_float(linear, _config_of(name))

@@ -1,7 +1,7 @@
 """Text as bytes, and batches of it that depend on (seed, step) alone.
 
-By default the text is the source of the machine's own Python standard library: real text, always
-there, no download.
+By default the text is the source of the Python standard library of this machine: real text that
+needs no download.
 """
 
 import sysconfig
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 256  # one token per byte value
-MAX_BYTES = 8 * 2**20  # a text ends here
-# Folders of the standard library's tree whose files are not its own source.
+MAX_BYTES = 8 * 2**20  # longer texts are cut off
+# Folders of the standard library that are left out: tests, and code that is not its own.
 _NOT_LIBRARY_SOURCE = {"__pycache__", "dist-packages", "idlelib", "site-packages", "test", "tests"}
 
 
@@ -28,20 +28,20 @@ class Corpus:
     def batch(
         self, *, seed: int, step: int, batch_size: int, seq_len: int, rank: int = 0, ranks: int = 1
     ) -> tuple[Any, Any]:
-        """Draws the rows of one data-parallel rank from the global batch of a step.
+        """Draw the rows of one data-parallel rank from the global batch of a step.
 
-        The global batch depends on `seed`, `step`, `batch_size` and `seq_len` only, so that runs
-        with other recipes and meshes see the same data.
+        The global batch depends on `seed`, `step`, `batch_size` and `seq_len` alone, so runs with
+        different recipes and meshes see the same data.
 
         `batch_size` must be a multiple of `ranks`, and the text longer than `seq_len` tokens.
 
         Returns:
-            Inputs and targets, both int64 of shape (batch_size / ranks, seq_len); the targets
-            are the inputs' next tokens.
+            Inputs and targets, both int64 of shape (batch_size / ranks, seq_len). Targets are the
+            inputs shifted by one token.
         """
         assert batch_size % ranks == 0, f"{batch_size} rows on {ranks} ranks"
         torch = import_module("torch")
-        # The CPU generator looks at 32 bits of its seed.
+        # The CPU generator uses only 32 bits of its seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {step}".encode()))
         starts = torch.randint(len(self.text) - seq_len, (batch_size,), generator=generator)
         mine = starts.chunk(ranks)[rank]
@@ -51,15 +51,15 @@ class Corpus:
 
 
 def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
-    """Reads a text, the same one on every call and rank of a machine.
+    """Read a text. The result is the same in every call and on every rank of a machine.
 
     Args:
-        path: a file, or a folder whose files (hidden ones excepted) are joined in the order of
+        path: a file, or a folder whose files (except hidden ones) are joined in the order of
             their paths. None: the standard library's `*.py` files.
-        seq_len: the row length that the text must serve.
+        seq_len: the length of a row, which the text must exceed.
 
     Raises:
-        ValueError: nothing is at `path`, or the text is too short.
+        ValueError: `path` does not exist, or the text is too short.
     """
     if path is None:
         path = Path(sysconfig.get_path("stdlib"))

@@ -1,21 +1,21 @@
-"""Process groups of gloo that run one collective at a time.
+"""gloo process groups that run one collective at a time.
 
-By default each group has two threads that run its collectives. In torch 2.13 both write the name of
-what they completed into one string of the group, without a lock (``lastCompletedWorkName`` in
-``ProcessGroupGloo::runLoop``). Where two collectives of a group end at the same moment, one
-thread may free the characters that the other writes: the heap is damaged, and the process dies a
-little later. It was seen in 3 of 33 trainings on 4 ranks, with FSDP2 x TP and overlapping
-collectives. torch offers no option for the number of threads of the groups that it makes for
-meshes, so that its constructor is replaced here. NCCL has no such threads.
+By default two threads run the collectives of a group. In torch 2.13 both write the name of the
+completed collective to one string of the group, without a lock (``lastCompletedWorkName`` in
+``ProcessGroupGloo::runLoop``). If two collectives of a group end at the same moment, one thread may
+free the characters that the other is writing. That corrupts the heap, and the process dies a little
+later (in 3 of 33 trainings on 4 ranks, with FSDP2 x TP and overlapping collectives). torch has no
+option for the number of threads of the groups that it makes for meshes, so their class is replaced
+here. NCCL has no such threads.
 
-Each group by default also has a device of its own, with a thread that waits for its sockets and
-wakes up 100 times a second. The groups of a process share one here: idle ranks that keep the groups
-of many meshes would take a good part of few cores.
+By default each group also has its own device, with a thread that polls its sockets 100 times a
+second. Here the groups of a process share one device. Otherwise idle ranks with the groups of many
+meshes would take much of the time of a few cores.
 
-The threads of a group that outlives ``destroy_process_group``, as those of meshes do, may abort the
-process while the interpreter is finalized, with "terminate called without an active exception":
-such a thread still holds a tensor, and asks for the lock of an interpreter that gives it no more
-(pytorch/pytorch issue 190489). ``leave`` ends a process without that.
+Groups of meshes outlive ``destroy_process_group``. Their threads may abort the process while the
+interpreter is finalized ("terminate called without an active exception"): a thread that still holds
+a tensor waits for the GIL, which is no longer handed out (pytorch/pytorch issue 190489). ``leave``
+avoids this: it skips finalization.
 """
 
 import functools
@@ -45,19 +45,19 @@ class _OneThread(dist.ProcessGroupGloo):
 
 @functools.cache
 def _devices(interfaces: str, process: int) -> list[Any]:
-    """One device per interface, or the default one; a forked process has none of its threads."""
+    """One device per interface, or the default one. Cached per process: forks lack its threads."""
     gloo = dist.ProcessGroupGloo
     names = [name for name in interfaces.split(",") if name]
     return [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
 
 
 def use_one_thread_per_group() -> None:
-    """Give the gloo groups that this process makes from now on one thread each."""
+    """Make all gloo groups that this process creates from now on use one thread each."""
     distributed_c10d.ProcessGroupGloo = _OneThread  # type: ignore[misc]
 
 
 def leave(status: int = 0) -> NoReturn:
-    """End this process without finalizing the interpreter. Functions of ``atexit`` do not run."""
+    """End this process without finalizing the interpreter. ``atexit`` handlers do not run."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -4,10 +4,10 @@ Vocabulary (used in shapes below): b = batch, s = sequence, d = model dim, h = q
 g = key/value heads, k = head dim, v = vocabulary.
 
 The model knows nothing about float8 or meshes. Two things make it easy to parallelize:
-- the number of local heads is read off the projections' outputs, so a tensor-parallel shard of
-  `wq`, `wk`, `wv` gives a rank its own heads without a changed attribute;
-- `init_weights` draws every parameter from (seed, parameter name) alone, so any mesh, recipe and
-  initialization order (CPU, or meta device and `to_empty`) gives the same model.
+- the number of local heads is derived from the projections' outputs, so with tensor-parallel
+  shards of `wq`, `wk`, `wv` a rank computes its own heads, and no attribute has to change;
+- `init_weights` derives every parameter from (seed, parameter name) alone, so all meshes, recipes
+  and initialization orders (CPU, or meta device and `to_empty`) give the same model.
 """
 
 import zlib
@@ -25,10 +25,10 @@ INIT_STD = 0.02
 
 
 def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-    """Factors of `apply_rope`: two fp32 tensors of shape (max_seq_len, rope_dim).
+    """The tables for `apply_rope`: cos and sin, fp32, both (max_seq_len, rope_dim).
 
-    cos and sin of position times frequency, each for both halves of the channels; sin with the sign
-    that it has in a rotation.
+    They hold cos and sin of position times frequency, repeated for both halves of the channels. The
+    sign of sin in a rotation is included.
     """
     half = config.rope_dim // 2
     exponents = torch.arange(half, dtype=torch.float64, device=device) / half
@@ -39,10 +39,10 @@ def rope_tables(config: LlamaConfig, device: torch.device | None = None) -> tupl
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates channel i with channel i + k/2 of every head by its position's angle, in fp32.
+    """Rotate channels i and i + k/2 of every head by the angle of the position, in fp32.
 
-    x: (b, s, heads, k), any floating dtype, which the result has too. cos, sin: (s, k), rows of
-    `rope_tables`.
+    x: (b, s, heads, k), any floating dtype; the result has the same dtype. cos, sin: (s, k), rows
+    of `rope_tables`.
     """
     wide = x.float()
     partner = wide.roll(x.shape[-1] // 2, dims=-1)
@@ -53,7 +53,7 @@ class Attention(nn.Module):
     """Causal grouped-query self-attention with rotary positions: (b, s, d) -> (b, s, d).
 
     Attributes:
-        dtype: in which queries, keys and values are multiplied; None: as the projections give them.
+        dtype: the dtype of queries, keys and values in the attention; None: that of projections.
     """
 
     dtype: torch.dtype | None = None
@@ -70,8 +70,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
 
     def forward(self, x: Tensor, *, cos: Tensor, sin: Tensor) -> Tensor:
-        # Shapes come from the projections: under tensor parallelism they hold the local heads,
-        # and under sequence parallelism x was sharded along s where it entered.
+        # Take shapes from the projections, not from x: under tensor parallelism projections hold
+        # the local heads, and under sequence parallelism x is a shard along s.
         q, k, v = (
             projected.view(*projected.shape[:2], -1, self.head_dim)
             for projected in (self.wq(x), self.wk(x), self.wv(x))
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Causal self-attention of DeepSeek-V3: (b, s, d) -> (b, s, d).
 
-    `shared_key` passes on the part of the keys that all heads share: a place for parallel styles.
+    `shared_key` is an identity on the keys' shared part, so that a parallel style can apply to it.
     """
 
     def __init__(self, config: LlamaConfig, latent: Latent) -> None:
@@ -160,7 +160,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Token ids (b, s), int64 -> logits (b, s, v), fp32.
 
-    On a real device the parameters are ready for use; a model built on the meta device needs
+    The constructor initializes the parameters, except on the meta device: there call
     `to_empty(device=...)`, then `init_weights()`.
     """
 
@@ -194,16 +194,16 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0, device: torch.device | str = "cpu") -> None:
-        """Sets every parameter and the rotary tables, in place.
+        """Initialize every parameter and the rotary tables, in place.
 
-        Norm weights become 1, all others are normal with standard deviation `INIT_STD`, divided
-        by sqrt(2 * n_layers) where they write to the residual stream (`wo`, `w2`). A parameter
-        that is a DTensor gets its shard of the same full tensor, without communication.
-        Values depend on `seed` alone, not on the global generator, and on `device`, where they are
-        drawn: GPUs have another generator.
+        Norm weights become 1. All others are normal with standard deviation `INIT_STD`, divided by
+        sqrt(2 * n_layers) for layers that write to the residual stream (`wo`, `w2`). A DTensor
+        parameter gets its shard of the same full tensor, without communication. Values depend on
+        `seed`, not on the global generator, and on the kind of `device`, where they are drawn,
+        because GPUs have another generator.
         """
         for name, parameter in self.named_parameters():
-            # The drawn tensor is full size, one parameter at a time.
+            # Full-size tensors are drawn, one parameter at a time.
             size = parameter.shape
             if parameter.ndim < 2:
                 full = torch.ones(size, device=device)

@@ -1,12 +1,12 @@
-"""Writes Markdown tables."""
+"""Markdown tables."""
 
 from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], align: str = "l") -> str:
-    """Returns a table with padded columns; one without any text in the rows is left out.
+    """Return a table with padded columns. Columns whose rows are all empty are left out.
 
-    align: "l" or "r" per column; the last letter counts for all columns after it.
+    align: "l" or "r" per column; the last letter also applies to all columns after it.
     """
     letters = align.ljust(len(header), align[-1])
     columns = zip(letters, zip(header, *rows, strict=True), strict=True)

@@ -1,4 +1,4 @@
-"""Distance of a result to the exact one."""
+"""The error of a result relative to the exact one."""
 
 import math
 
@@ -6,9 +6,9 @@ import torch
 
 
 def sqnr(exact: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal to quantization noise ratio, 20 log10(|exact| / |exact - found|), in dB.
+    """Signal to quantization noise ratio, 20 log10(|exact| / |exact - actual|), in dB.
 
-    Computed in fp64; inf where the two are equal.
+    Computed in fp64; inf if the two are equal.
     """
     exact, actual = exact.detach().double(), actual.detach().double()
     noise = (exact - actual).norm()

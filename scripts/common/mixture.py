@@ -1,9 +1,9 @@
 """The feed-forward of a mixture of experts: a router, and experts in float8 or high precision.
 
-Vocabulary (beside that of llama.py): E = experts, k = experts per token, t = tokens, i = inner dim.
+Vocabulary, besides that of llama.py: E = experts, k = experts per token, t = tokens, i = inner dim.
 
-The modules know nothing about meshes, but for one thing: experts whose weights are DTensors when
-they run are divided between the ranks of that mesh, and tokens travel there.
+The modules know nothing about meshes, with one exception: if the weights of experts are DTensors
+when they run, the experts are divided among the ranks of that mesh, and tokens are sent to them.
 """
 
 from typing import Any
@@ -21,12 +21,12 @@ from scripts.common.sizes import Mixture
 
 
 class Router(nn.Module):
-    """The experts of each token: (b, s, d) -> ids and shares, both (t, k).
+    """Choose experts for each token: (b, s, d) -> ids of experts and their shares, both (t, k).
 
     Attributes:
-        balance_weight: of the balancing loss, whose gradient is added in the backward. Per sequence
-            it is the sum over experts of the fraction of slots times the mean score, times E: 1
-            where all experts are used alike.
+        balance_weight: the weight of the balancing loss, whose gradient is added in the backward.
+            The loss of a sequence is E times the sum over experts of the fraction of slots times
+            the mean score: 1 if all experts are used equally.
     """
 
     def __init__(self, dim: int, mixture: Mixture) -> None:
@@ -44,12 +44,12 @@ class Router(nn.Module):
         return ids.flatten(0, 1), shares.flatten(0, 1).to(x.dtype)
 
     def choose(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and the experts of the slots, both (b, s, k)."""
+        """Choose k experts for each token: their scores and ids, both (b, s, k)."""
         return scores.topk(self.top_k)
 
 
 class _AddLoss(torch.autograd.Function):
-    """Passes a tensor on; in the backward a loss gets a gradient as well."""
+    """Return the tensor unchanged, and in the backward give a gradient to a loss as well."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
@@ -64,10 +64,10 @@ class _AddLoss(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards: (t, d), with ids and shares (t, k) -> (t, d)."""
+    """SwiGLU feed-forwards: x (t, d), ids and shares (t, k) -> (t, d)."""
 
     float8_weight_names = ("w1", "w3", "w2")
-    float8_experts_config: Float8ExpertsConfig | None = None  # of the conversion
+    float8_experts_config: Float8ExpertsConfig | None = None  # set by the conversion
 
     def __init__(self, dim: int, mixture: Mixture) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class Experts(nn.Module):
 
 
 def exchanged(rows: Tensor, send: list[int], receive: list[int], group: Any) -> Tensor:
-    """Send so many rows to each rank."""
+    """Exchange rows between ranks, with the numbers of rows to send and to receive by rank."""
     return all_to_all_single_autograd(rows.contiguous(), receive, send, group)
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts that a router chooses, and perhaps one for all tokens: (b, s, d) -> (b, s, d)."""
+    """Experts that a router chooses, plus an optional shared expert: (b, s, d) -> (b, s, d)."""
 
     def __init__(self, dim: int, mixture: Mixture, shared: nn.Module | None) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class GatherSequence(ParallelStyle):
-    """Tensor parallelism for a module whose output is plain: it is gathered along the sequence."""
+    """A style that gathers the plain output of a module along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The reference Llama on a mesh, for each candidate (names: scripts/common/candidates.py).
 
-Axes of a mesh are "tp", "ep" for a mixture of experts, and others for data parallelism. Ranks of
-"ep" have different sequences, and ranks of "tp" have different parts of a sequence wherever each
-token is computed alone. So experts are divided over both, and the rest of what computes each token
-alone, such as routers, is sharded by FSDP2 over all axes.
+The axes of a mesh are "tp", "ep" (for a mixture of experts), and any others for data parallelism.
+Ranks of "ep" have different sequences. In token-wise modules, which compute each token on its own,
+ranks of "tp" have different parts of a sequence. So experts are divided over both axes, and FSDP2
+shards the other token-wise modules, such as routers, over all axes.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,23 +60,23 @@ def build(
     reduce_transport: Encoding = None,
     **float8: Any,
 ) -> Llama:
-    """Makes a candidate's model: converted but for the head, parallel, compiled, initialized.
+    """Build a candidate's model: converted (except the head), parallel, compiled, initialized.
 
     Args:
         name: the candidate.
-        sizes: of the model.
+        sizes: the sizes of the model.
         mesh: TP with sequence parallelism over its axis "tp", experts divided over "ep" and "tp",
-            FSDP2 over all but "tp". None: one process.
-        device: where the model is; on "meta" it stays without values.
-        shard: with FSDP2: fp32 parameters, which are gathered in float8 or `param_dtype`. Otherwise
-            parameters are bf16. None: if the axes but "tp" have more than one rank, or there are
-            experts.
-        compiled: torch.compile each block.
-        seed: of the parameters, which are the same for all candidates and meshes on such a device.
-        param_dtype: of what FSDP2 gathers, which is that of all computation but float8's.
-        reduce_dtype: in which FSDP2 reduces gradients.
-        reduce_transport: how the sums of tensor parallelism's reduce-scatters travel, in our
-            recipes.
+            FSDP2 over all axes but "tp". None: one process.
+        device: the device of the model; on "meta" it is not initialized.
+        shard: whether to apply FSDP2, to fp32 parameters that are gathered in float8 or
+            `param_dtype`; without it parameters are bf16. None: shard if the axes besides "tp" have
+            more than one rank, or if there are experts.
+        compiled: whether to torch.compile each block.
+        seed: the seed of the parameters, equal for all candidates and meshes on a kind of device.
+        param_dtype: the dtype that FSDP2 gathers, and in which all but float8 GEMMs compute.
+        reduce_dtype: the dtype in which FSDP2 reduces gradients.
+        reduce_transport: the encoding of the sums of tensor parallelism's reduce-scatters, for the
+            library's recipes.
         float8: fields of the library's config that differ from the recipe's.
     """
     tp = 1 if mesh is None else mesh[TP].size()
@@ -93,7 +93,7 @@ def build(
         compile_blocks(name, model)
     if shard:
         assert mesh is not None
-        # Casting the inputs of a block would only round the rotary tables.
+        # Only the rotary tables are inputs of a block that a cast would round.
         policy = MixedPrecisionPolicy(
             param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False
         )
@@ -110,9 +110,9 @@ def build(
 
 
 def multiply_in_fp32(model: nn.Module) -> None:
-    """Let layers that are not converted multiply in fp32 on CPUs without instructions for bf16.
+    """Make unconverted layers multiply in fp32 on CPUs without bf16 instructions.
 
-    Their operands and results stay in bf16, whose GEMM takes 10 times as long there.
+    Operands and results stay in bf16. There a bf16 GEMM takes 10 times as long as one in fp32.
     """
     if has_bf16_instructions():
         return
@@ -126,13 +126,13 @@ def _forward_in_fp32(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The axes that FSDP2 shards, or replicates, over: all but "tp". Those with "ep" are one."""
+    """The axes of FSDP2 or HSDP: all but "tp". If "ep" is among them, they are flattened to one."""
     names = [name for name in mesh.mesh_dim_names or () if name != TP]
     return flat(mesh, names) if EP in names else mesh[tuple(names)]
 
 
 def flat(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
-    """Some axes of a mesh as one."""
+    """The given axes of a mesh, flattened to one."""
     return mesh[tuple(names)]._flatten() if len(names) > 1 else mesh[names[0]]
 
 
@@ -152,13 +152,13 @@ def divide_experts(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """Shard by FSDP2 what computes each token alone: experts, and what the tp plan leaves out."""
+    """Apply FSDP2 to token-wise modules: experts, and modules that the TP plan leaves out."""
     names = list(mesh.mesh_dim_names or ())
     sequences = data_parallel_mesh(mesh).size()
     for module in model.modules():
         parts, over = [], flat(mesh, names)
         if isinstance(module, Router):
-            # Each rank adds the loss of its part of a sequence.
+            # Each rank adds the balancing loss of its part of a sequence.
             module.balance_weight /= mesh[TP].size()
             parts = [module]
         elif isinstance(module, LatentAttention):
@@ -168,13 +168,13 @@ def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionP
         place = partial(without_padding, over.size())
         for part in parts:
             fully_shard(part, mesh=over, mp_policy=policy, shard_placement_fn=place)
-            # Gradients are sums over the tokens of all ranks; a loss is a mean over sequences.
+            # Sum gradients over all ranks; divide by sequences, over which the loss is a mean.
             part.set_gradient_divide_factor(sequences)
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no other division
+            part.set_force_sum_reduction_for_comms(True)  # gloo can't divide otherwise
 
 
 def without_padding(ranks: int, parameter: nn.Parameter) -> Shard:
-    """The dim that FSDP2 shards: the first one, unless the second can be divided and it can't."""
+    """Shard the second dim if only that one divides evenly, else the first."""
     rows, columns = local_tensor(parameter).shape[:2]
     return Shard(1 if rows % ranks and not columns % ranks else 0)
 
@@ -185,7 +185,7 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
 
 def is_float8(module: nn.Module, fqn: str) -> bool:
-    """Whether a linear layer is converted: neither the head nor a router."""
+    """Whether a linear layer is converted: all are, except the head and routers."""
     return fqn != "output" and not fqn.endswith("router.gate")
 
 
@@ -196,10 +196,10 @@ def convert(
     admits: Callable[[nn.Module, str], bool] = is_float8,
     **changes: Any,
 ) -> None:
-    """Converts experts and linear layers of a model, but its head and routers, in place.
+    """Convert experts and linear layers of a model in place, except its head and routers.
 
-    shard: FSDP2 will gather the weights, in float8 where the recipe allows it. admits: the filter
-    of linear layers. changes: fields of the config that differ from the recipe's.
+    shard: whether FSDP2 will gather the weights, in float8 where the recipe allows it. admits: the
+    filter of linear layers. changes: fields of the config that differ from the recipe's.
     """
     if name == BF16:
         return
@@ -217,7 +217,7 @@ def convert(
 
 
 def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
-    """The function to call with the model, on all ranks, after the optimizer's step.
+    """The function to call on the model after each optimizer step, on all ranks.
 
     sharded: whether FSDP2 shards the model.
     """
@@ -229,9 +229,9 @@ def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
 
 
 def compile_blocks(name: str, model: Llama) -> None:
-    """Compiles each block, with a forward whose code belongs to the candidate alone.
+    """Compile each block, with a forward that has its own code object for this candidate.
 
-    Dynamo searches all graphs of a code object, and limits their number.
+    Otherwise candidates would share one cache of dynamo, which is searched in order, and limited.
     """
     code = Block.forward.__code__.replace(co_name=f"forward_{name.replace(' ', '_')}")
     forward = FunctionType(code, Block.forward.__globals__)
@@ -245,7 +245,7 @@ def tp_plan(
 ) -> dict[str, ParallelStyle]:
     """The tensor-parallel plan of a converted model.
 
-    torchao's float8 styles cast tensorwise whatever the recipe: its other recipes get torch's.
+    torchao's float8 styles always cast tensorwise, so its other recipes get torch's styles.
     """
     if experts_of(model):
         return mixture_tp_plan(model, reduce_transport)
@@ -270,7 +270,7 @@ def tp_plan(
 def mixture_tp_plan(
     model: nn.Module, reduce_transport: Encoding = None
 ) -> dict[str, ParallelStyle]:
-    """As `llama_tp_plan`, without what computes each token alone."""
+    """The plan for a mixture of experts: `llama_tp_plan` without token-wise modules."""
     between, wire = Shard(1), reduce_transport
     local = PrepareModuleInput(
         input_layouts=between, desired_input_layouts=between, use_local_output=True
@@ -307,7 +307,7 @@ def mixture_tp_plan(
 
 
 def _let_gloo_gather() -> None:
-    """gloo refuses float8: torchao gathers it as uint8, which is as large, at no other cost."""
+    """Make torchao gather float8 as uint8, at the same cost: gloo does not support float8."""
     gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 
     def as_bytes(data: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

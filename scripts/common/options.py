@@ -1,11 +1,11 @@
-"""Parsers of command lines, and types of their options."""
+"""Command-line parsers, and types of options."""
 
 import argparse
 from collections.abc import Sequence
 
 
 def positive(text: str) -> int:
-    """The type of options that count something."""
+    """Parse a count: an integer of 1 or more."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not positive")
@@ -13,7 +13,7 @@ def positive(text: str) -> int:
 
 
 def mesh_type(text: str, axes: Sequence[str] = ("dp", "tp")) -> dict[str, int]:
-    """The type of `--mesh`: sizes of the axes as in "dp=2,tp=2"; 1 if left out; "none" is all."""
+    """Parse `--mesh`, such as "dp=2,tp=2". An axis left out has size 1; "none" leaves out all."""
     sizes = dict.fromkeys(axes, 1)
     for part in [] if text == "none" else text.split(","):
         name, _, size = part.partition("=")
@@ -25,12 +25,12 @@ def mesh_type(text: str, axes: Sequence[str] = ("dp", "tp")) -> dict[str, int]:
 
 
 def mesh_text(sizes: dict[str, int]) -> str:
-    """The text of a mesh, which `mesh_type` reads."""
+    """The text of a mesh: the inverse of `mesh_type`."""
     return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "none"
 
 
 def command_parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """A parser for `python -m MODULE`, or a script; names of options must be given in full."""
+    """A parser for `python -m MODULE` or a script, without abbreviated option names."""
     return argparse.ArgumentParser(
         prog=module if module.endswith(".sh") else f"python -m {module}",
         description=description,

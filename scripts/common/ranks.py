@@ -1,4 +1,4 @@
-"""Runs a function on ranks of this machine."""
+"""Run a function on several ranks of this machine."""
 
 import faulthandler
 import os
@@ -18,7 +18,7 @@ from scripts.common.gloo import leave, use_one_thread_per_group
 
 try:
     from tqdm import tqdm
-except ImportError:  # the programs for a day with a GPU do without
+except ImportError:  # optional for the programs of scripts.bench.gpu_day
     tqdm = None
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -32,16 +32,16 @@ def run_on_ranks(
     threads: int = 1,
     shared_gpu: bool = False,
 ) -> list[Any]:
-    """Calls ``function(*arguments)`` on newly started ranks; returns the results by rank.
+    """Call ``function(*arguments)`` on newly started ranks, and return the results by rank.
 
-    The ranks share a default process group: on "cpu" gloo, each rank on cores of its own; on "cuda"
-    NCCL, one GPU per rank. With `shared_gpu` all ranks are on the first GPU; NCCL refuses that, so
-    that it is gloo, which copies tensors of GPUs to the CPU and back. `function` is at the top
-    level of a module; arguments and results are pickled.
+    The default process group is gloo on "cpu", with separate cores for each rank, and NCCL on
+    "cuda", with one GPU per rank. With `shared_gpu` all ranks use the first GPU. NCCL refuses that,
+    so the group is then gloo, which copies GPU tensors to the CPU and back. `function` must be at
+    the top level of a module, and arguments and results must pickle.
 
     Raises:
         ValueError: there are too few GPUs, or `shared_gpu` is set for another device than "cuda".
-        torch.multiprocessing.ProcessRaisedException: a rank raised an error; has its traceback.
+        torch.multiprocessing.ProcessRaisedException: a rank raised; the text has the traceback.
     """
     if shared_gpu and device != "cuda":
         raise ValueError(f"ranks on {device!r} share no GPU: leave out shared_gpu=True")
@@ -51,10 +51,10 @@ def run_on_ranks(
             f"{world_size} ranks need {'a GPU' if shared_gpu else 'as many GPUs'}, there are "
             f"{torch.cuda.device_count()}: use --device cpu"
         )
-    # Ranks share the machine, and gloo needs an address that it can reach.
+    # gloo needs an address that it can reach. The ranks share a machine, so loopback will do.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # Forks of a process that has imported torch once start faster, but can't use CUDA.
+    # Forks of a server that has imported torch start faster, but can't use CUDA.
     method = "spawn" if device == "cuda" or sys.platform == "darwin" else "forkserver"
     preloaded = ["torch._dynamo", "scripts.common.models", "scripts.train.train_run"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preloaded)
@@ -76,12 +76,12 @@ def _rank_main(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    os.environ |= environment  # that of the server may be older
-    faulthandler.enable()  # a rank that dies of a signal says where
+    os.environ |= environment  # the fork server's may be older
+    faulthandler.enable()  # print a traceback on a fatal signal
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     if tqdm is not None:
-        tqdm.set_lock(RLock())  # leave() would leave tqdm's own, a semaphore, behind
+        tqdm.set_lock(RLock())  # leave() would leak the semaphore that tqdm uses by default
     if device == "cuda":
         torch.cuda.set_device(0 if shared_gpu else rank)
     else:
@@ -90,7 +90,7 @@ def _rank_main(
     store = dist.FileStore(f"{folder}/store", world_size)
     options: dict[str, Any] = {"backend": "gloo"}
     if shared_gpu:
-        # Meshes would make another group in place of a default one of "gloo".
+        # With the backend "gloo" alone, meshes would not use the default group, but make another.
         options = {"backend": "cpu:gloo,cuda:gloo"}
     elif device == "cuda":
         options = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
@@ -105,9 +105,9 @@ def _rank_main(
 
 
 def _bind(rank: int, world_size: int) -> None:
-    """Keeps a rank and its threads on cores of its own; ranks share them where there are too few.
+    """Pin a rank and its threads to its own cores. If there are too few cores, ranks share them.
 
-    The scheduler would move the ranks that wait for a collective onto each other's cores.
+    Otherwise the scheduler moves ranks that wait for a collective onto each other's cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         return  # Linux only

@@ -1,4 +1,4 @@
-"""Names of candidates (scripts/common/candidates.py), which parsers offer without torch."""
+"""Names of candidates (scripts/common/candidates.py), for parsers, which don't import torch."""
 
 import argparse
 from importlib.util import find_spec

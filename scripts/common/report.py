@@ -1,4 +1,4 @@
-"""The options of all measurements, and what they print: tables, and the checks of `--assert`."""
+"""The common options of measurements, and their output: tables, and the checks of `--assert`."""
 
 import argparse
 import dataclasses
@@ -38,8 +38,8 @@ def make_parser(
         module: such as "scripts.bench.linear".
         description: the module's docstring.
         repeat: the default of `--repeat`; None: nothing is timed, and the device is the CPU.
-        asserts: when `--assert` fails; None: this parser does not add that option.
-        ratio: `--assert` takes one, of times.
+        asserts: when `--assert` fails, for its help; None: there is no such option.
+        ratio: `--assert` takes an argument, a ratio of times.
     """
     parser = command_parser(module, description)
     parser.set_defaults(device="cpu", clock="wall", asserted=False)
@@ -59,7 +59,7 @@ def make_parser(
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parses the options; `command` is what to type to run it again."""
+    """Parse the options, and add `command`, the command line that repeats the run."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.clock == "cpu":
@@ -71,9 +71,9 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def run(module: str, args: argparse.Namespace) -> int:
-    """Run a module's `run` with the device, the threads and the seed set; return its status.
+    """Set the device, threads and seed, call the `run` of a module, and return its exit status.
 
-    Until here nothing imports torch.
+    torch is imported here, and not before.
     """
     torch = import_module("torch")
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -88,8 +88,8 @@ def finish(
     """Print the command, the machine, the tables and the checks; return the exit status.
 
     Args:
-        args: what `parse` returned.
-        tables: Markdown by title.
+        args: the options from `parse`.
+        tables: Markdown tables by title.
         checks: the conditions; with `--assert` the status is 1 if one does not hold.
     """
     print(f"`{args.command}` on {machine(args.device, args.threads)}\n")

@@ -1,4 +1,4 @@
-"""Counts the bytes that a forward saves for its backward."""
+"""Count the bytes that a forward saves for its backward."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -11,10 +11,10 @@ OTHER = "other"
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a wrapper subclass is made of; or the tensor itself."""
+    """The plain tensors inside a wrapper subclass, or the tensor itself."""
     if (inner := getattr(tensor, "_tensor", getattr(tensor, "plain", None))) is not None:
-        # A weight, without what is known of it. To be flattened, torchao's reads the value of its
-        # scale, which fake tensors lack.
+        # The plain tensor of a weight, without cached statistics. (torchao's __tensor_flatten__
+        # reads the value of its scale, which fake tensors lack.)
         return plain_tensors(inner)
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor.detach()]
@@ -26,7 +26,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of what tensors hold on this rank, padding left out."""
+    """The bytes of the local tensors of this rank, without padding."""
     plain = [p for tensor in tensors for p in plain_tensors(tensor)]
     return sum(p.numel() * p.dtype.itemsize for p in plain)
 
@@ -37,16 +37,16 @@ def saved_bytes(
     known: Iterable[torch.Tensor] = (),
     caches: Callable[[], Iterable[torch.Tensor]] = tuple,
 ) -> Counter[str]:
-    """Bytes of the storages that a forward saves for its backward, each once.
+    """Bytes of the storages that a forward saves for its backward, by kind, each counted once.
 
-    Storages that are freed in place, as FSDP2 does with what it gathered, have no bytes. Wrapper
-    subclasses count as what they hold.
+    Storages that were freed in place, such as FSDP2's unsharded parameters, count 0 bytes. Wrapper
+    subclasses count as the plain tensors inside them.
 
     Args:
-        forward: returns an output, whose graph is kept meanwhile.
-        kinds: what storages are, by their number of elements; all else is `OTHER`.
-        known: tensors that are there anyway, such as parameters.
-        caches: returns what is held beside autograd, which counts too.
+        forward: returns an output, which keeps the graph alive during the count.
+        kinds: the kinds of storages, by their number of elements; all others are `OTHER`.
+        known: tensors to leave out because they exist anyway, such as parameters.
+        caches: returns tensors to count that are held outside of autograd.
     """
     tensors: list[torch.Tensor] = []
 
@@ -57,7 +57,7 @@ def saved_bytes(
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         graph = forward().grad_fn
     tensors += [plain for tensor in caches() for plain in plain_tensors(tensor)]
-    # Storages are told apart by `_cdata`: fake tensors have no data pointer.
+    # Storages are identified by `_cdata`, because fake tensors have no data pointer.
     there = {plain.untyped_storage()._cdata for t in known for plain in plain_tensors(t)}
     storages = {
         storage._cdata: (storage.nbytes(), kinds.get(storage.nbytes() // t.itemsize, OTHER))

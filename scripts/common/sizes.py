@@ -1,4 +1,4 @@
-"""Sizes of the reference models, by name. (Parsers offer them: nothing here imports torch.)"""
+"""Sizes of the reference models, by name. (For parsers, so nothing here imports torch.)"""
 
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ class Mixture:
     experts: int
     top_k: int
     ffn_dim: int  # of each expert
-    shared: int = 0  # experts that every token visits
-    first_dense: int = 0  # blocks whose feed-forward is dense: the first ones
+    shared: int = 0  # experts that take every token
+    first_dense: int = 0  # number of leading blocks with a dense feed-forward
     balance: float = 0.01  # weight of the balancing loss
 
 
@@ -21,8 +21,8 @@ class Latent:
 
     q_rank: int
     kv_rank: int
-    content_dim: int  # channels of a query or key without positions
-    rope_dim: int  # channels with positions; all heads share those of the key
+    content_dim: int  # channels of a query or key that are not rotated
+    rope_dim: int  # channels that are rotated; all heads share the key's
     value_dim: int
 
 
@@ -54,8 +54,8 @@ class LlamaConfig:
 
 
 # debug and small are for CPUs: every dim stays a multiple of 16 when sharded 4 ways.
-# 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), the others Llama-3(.1)'s;
-# deepseek_v3 those of DeepSeek-V3 without its multi-token prediction.
+# 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), deepseek_v3 the shapes of
+# DeepSeek-V3 without multi-token prediction, and the others the shapes of Llama-3(.1).
 MODELS: dict[str, LlamaConfig] = {
     "debug": LlamaConfig(128, 4, 8, 4, 384, vocab_size=256, max_seq_len=512),
     "small": LlamaConfig(256, 6, 8, 4, 768, vocab_size=256, max_seq_len=1024),

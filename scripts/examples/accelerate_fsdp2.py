@@ -1,11 +1,11 @@
-"""accelerate's FSDP2 and a transformers model: its weights are gathered in float8.
+"""A transformers model with accelerate's FSDP2, which gathers its weights in float8.
 
 accelerate launch --config_file scripts/examples/accelerate_fsdp2.yaml \
     scripts/examples/accelerate_fsdp2.py
 
-Writes a checkpoint that plain transformers loads to runs/accelerate. Needs the extra hf.
+Writes a checkpoint to runs/accelerate, which plain transformers can load. Needs the extra hf.
 
-accelerate shards models on GPUs alone. On CPUs this command trains with DDP instead:
+accelerate shards models only on GPUs. On CPUs this command trains with DDP instead:
 
 ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 scripts/examples/accelerate_fsdp2.py
 """

@@ -30,7 +30,7 @@ CONFIG = Qwen3MoeConfig(
     moe_intermediate_size=128,
     num_experts=8,
     num_experts_per_tok=2,
-    output_router_logits=True,  # the loss has the balancing loss
+    output_router_logits=True,  # adds the balancing loss to the loss
 )
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,9 +46,9 @@ convert_to_float8_training(model, config=config, module_filter_fn=skip_head(mode
 for experts in float8_experts(model).values():
     parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
     fully_shard(experts, mesh=mesh["dp"])
-    # A rank's gradient is the sum over the tokens of all EP ranks: FSDP2 makes it a mean.
+    # Gradients are sums over the tokens of all EP ranks, which FSDP2 divides to get a mean.
     experts.set_gradient_divide_factor(mesh.size())
-    experts.set_force_sum_reduction_for_comms(True)  # gloo has no other division
+    experts.set_force_sum_reduction_for_comms(True)  # gloo can't divide otherwise
 everywhere = mesh._flatten("dp_ep")
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=everywhere)

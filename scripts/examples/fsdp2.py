@@ -1,4 +1,4 @@
-"""FSDP2 whose weight all-gathers are float8.
+"""FSDP2 with float8 all-gathers of weights.
 
 torchrun --nproc-per-node 2 scripts/examples/fsdp2.py
 """

@@ -30,8 +30,8 @@ model = Model().to(device)
 config = Float8LinearConfig(enable_fsdp_float8_all_gather="auto")
 convert_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
 
-# Between layers each rank has a part of the sequence, Shard(1). Layers in float8 have styles whose
-# names begin with Float8, others have torch's.
+# Between layers each rank has a part of the sequence, Shard(1). Float8 layers take the styles whose
+# names begin with Float8, other layers those of torch.
 plan = {
     "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     "blocks.*.norm": SequenceParallel(),
@@ -56,7 +56,7 @@ attach_update(optimizer, model)  # after each step: one all-reduce for the scale
 
 for step in range(10):
     with comm_audit(mesh) as audit:
-        seed = step * mesh["dp"].size() + mesh["dp"].get_local_rank()  # the same in a TP group
+        seed = step * mesh["dp"].size() + mesh["dp"].get_local_rank()  # equal within a TP group
         loss = loss_of(model, seed=seed, device=device)
         loss.backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Stands for your own inference engine, and for the way to it; they do without fp8_dist."""
+"""A stand-in for your own inference engine and for the transport to it, without fp8_dist."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from own_model import Model
 
-# The layers of a block that are served in float8, by how the trainer divides them.
+# The layers of a block that are served in float8: column-parallel and row-parallel in the trainer.
 COLUMNS, ROWS = ("attention.q", "attention.k", "attention.v", "up"), ("attention.o", "down")
 
 
 class ServedLinear(nn.Module):
-    """Casts inputs in blocks of 1 x 128 values; weights come in blocks of 128 x 128.
+    """A linear layer with blockwise scales: 1 x 128 values of its input, 128 x 128 of its weight.
 
-    ``terms``: the number of products that are summed, as by the ranks of a row-parallel layer.
+    ``terms``: the number of partial products to sum, as over the ranks of a row-parallel layer.
     """
 
     def __init__(self, linear: nn.Linear, terms: int) -> None:
@@ -35,7 +35,7 @@ class ServedLinear(nn.Module):
 
 
 class Engine(Model):
-    """The model with served layers, which sum as the trainer's ``tp`` ranks do."""
+    """The model with served layers, which sum in the same way as the trainer's ``tp`` ranks."""
 
     def __init__(self, tp: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Engine(Model):
 
     @torch.no_grad()
     def load(self, name: str, tensor: torch.Tensor, *scale_inv: torch.Tensor) -> None:
-        """Take a tensor of the trainer."""
+        """Load a tensor from the trainer."""
         if scale_inv:
             layer = self.get_submodule(name.removesuffix(".weight"))
             layer.weight, (layer.scale_inv,) = tensor, scale_inv
@@ -55,7 +55,7 @@ class Engine(Model):
 
 
 def send(name: str | None, tensors: list[torch.Tensor | None], group: dist.ProcessGroup) -> int:
-    """Broadcast tensors from rank 0, and return their bytes; no name is the end."""
+    """Broadcast tensors from rank 0, and return their size in bytes; the name None is the end."""
     sent = [tensor.contiguous() for tensor in tensors if tensor is not None]
     dist.broadcast_object_list([name, [(tensor.shape, tensor.dtype) for tensor in sent]], 0, group)
     for tensor in sent:
@@ -64,7 +64,7 @@ def send(name: str | None, tensors: list[torch.Tensor | None], group: dist.Proce
 
 
 def received(group: dist.ProcessGroup, device: str) -> tuple[str | None, list[torch.Tensor]]:
-    """The other end of :func:`send`."""
+    """Receive the name and tensors that :func:`send` broadcasts."""
     header: list[Any] = [None, None]
     dist.broadcast_object_list(header, 0, group)
     name, kinds = header

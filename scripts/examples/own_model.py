@@ -1,4 +1,4 @@
-"""Stands for your own model and data: a small transformer that predicts the next byte of a text."""
+"""A stand-in for your own model and data: a small transformer that predicts bytes of a text."""
 
 import argparse
 import inspect
@@ -17,7 +17,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # As many heads as there are columns: a tensor-parallel rank has a part of them.
+        # The number of heads comes from the columns: a tensor-parallel rank has some of them.
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q, self.k, self.v)
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def loss_of(model: nn.Module, seed: int, device: str) -> torch.Tensor:
-    """The loss of a batch of 8 sequences of 64 bytes; other seeds have other batches."""
+    """The loss of a batch of 8 sequences of 64 bytes, which depends on the seed."""
     starts = torch.randint(len(TEXT) - 65, (8,), generator=torch.Generator().manual_seed(seed))
     rows = torch.stack([TEXT[i : i + 65] for i in starts]).long().to(device)
     logits = model(rows[:, :-1])

@@ -1,9 +1,9 @@
-"""Trains a small Llama with transformers' Trainer, in float8: FSDP2, evaluation, checkpoints.
+"""Train a small Llama in float8 with transformers' Trainer: FSDP2, evaluation, checkpoints.
 
     torchrun --nproc-per-node 2 scripts/examples/transformers_trainer.py --out runs/trainer
 
-The tokens are the bytes of Python's standard library. Run it again with --resume and more --steps
-to go on from the last checkpoint. On CPUs accelerate uses DDP instead of FSDP2. Needs the extra hf.
+Tokens are the bytes of Python's standard library. To continue from the last checkpoint, run it
+again with --resume and more --steps. On CPUs accelerate uses DDP, not FSDP2. Needs the extra hf.
 """
 
 import argparse
@@ -26,7 +26,7 @@ CONFIG = LlamaConfig(
 
 
 def pieces(files: list[Path], length: int = 128) -> list[dict[str, torch.Tensor]]:
-    """The bytes of all files, in pieces that are inputs and labels."""
+    """The bytes of all files, cut into pieces that are both inputs and labels."""
     text = bytearray(b"".join(file.read_bytes() for file in files))
     tokens = torch.frombuffer(text, dtype=torch.uint8)[: len(text) // length * length].long()
     return [{"input_ids": piece, "labels": piece} for piece in tokens.view(-1, length)]
@@ -62,12 +62,12 @@ def main(argv: list[str] | None = None) -> None:
         arguments,
         train_dataset=pieces(files[1:40]),
         eval_dataset=pieces(files[:1]),
-        callbacks=[Float8Callback()],  # the only line that float8 needs
+        callbacks=[Float8Callback()],  # the only change that float8 needs
     )
     if trainer.is_world_process_zero():
         print(conversion_summary(trainer.model))
     trainer.train(resume_from_checkpoint=options.resume)
-    trainer.save_model(f"{options.out}/final")  # plain transformers loads it
+    trainer.save_model(f"{options.out}/final")  # plain transformers can load it
 
 
 if __name__ == "__main__":

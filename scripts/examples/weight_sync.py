@@ -1,8 +1,8 @@
-"""A trainer streams its float8 weights to an inference engine, whose logits are the trainer's.
+"""A trainer that streams its float8 weights to an inference engine, which has the same logits.
 
 torchrun --nproc-per-node 5 scripts/examples/weight_sync.py
 
-Ranks 0 to 3 train, by FSDP2 x tensor parallelism. Rank 4 serves.
+Ranks 0 to 3 train with FSDP2 x tensor parallelism. Rank 4 serves.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ dist.init_process_group()
 if device == "cuda":
     torch.cuda.set_device(dist.get_node_local_rank())
 mesh = DeviceMesh(device, [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"))
-link = dist.new_group([0, 4])  # all ranks make all groups
+link = dist.new_group([0, 4])  # all ranks must create every group
 prompt = torch.arange(256, device=device).view(4, 64)
 
 

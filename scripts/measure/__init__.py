@@ -1,1 +1,1 @@
-"""Measures what does not depend on a machine's speed: messages, bytes, accuracy, order."""
+"""Measurements that don't depend on the speed of a machine, such as messages and accuracy."""

@@ -1,12 +1,12 @@
-"""Counts what one training step communicates: bf16, fp8_dist, and torchao where it is installed.
+"""Count the communication of one training step: bf16, fp8_dist, and torchao if it is installed.
 
     python -m scripts.measure.communication --assert
 
-Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama. The counted step is
-the second one: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on
-the model, its batch and the mesh, not on the machine.
+Starts 2 and then 4 ranks on this machine (gloo, CPU), which train a tiny Llama. The second step is
+counted: forward, backward, optimizer and precompute. Counts and sizes of buffers depend on the
+model, its batch and the mesh, not on the machine.
 
-An *amax all-reduce* is one of forward or backward: of one number, or of one per row.
+*Amax all-reduces* reduce amaxes in forward or backward: one number, or one number per row.
 """
 
 from scripts.common.report import make_parser, parse, run

@@ -24,7 +24,7 @@ LAYERS, SEQUENCE, BATCH = 4, 32, 2  # BATCH: sequences per data-parallel rank
 SIZES = LlamaConfig(64, LAYERS, 4, 4, 128, vocab_size=256, max_seq_len=SEQUENCE)
 OPS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 
-# Half of bf16's, with exponents of blocks, and norms in high precision.
+# Of the bytes of bf16 gradients: half, plus exponents of blocks, and norms in high precision.
 MOST_OF_GRADIENTS = 0.52
 
 # (dp, tp) by the name of the mesh.
@@ -39,7 +39,7 @@ class Variant:
     name: str
     candidate: str
     update: bool = True  # precompute, or the sync of delayed scales, follows the optimizer's step
-    gradients: Transport | None = None  # how FSDP2's travel
+    gradients: Transport | None = None  # the encoding of FSDP2's
 
 
 PLAIN = Variant("bf16", BF16)
@@ -61,24 +61,24 @@ VARIANTS = (PLAIN, *OF_TENSORWISE, FOLDED, DELAYED, BLOCKWISE, MXFP8, MXFP4, ROW
 
 
 class Row(NamedTuple):
-    """Counts of one rank in one step; all ranks count alike."""
+    """Counts of one rank in one step; they are the same on all ranks."""
 
     mesh: str
     variant: str
-    counts: dict[str, int]  # collectives by op, those of precompute included
+    counts: dict[str, int]  # collectives by op, including precompute
     sizes: dict[str, int]  # bytes of their buffers by op, as in `comm_audit`
-    float8_gathered: int  # those of sizes["all_gather"] that are float8, or packed
+    float8_gathered: int  # the part of sizes["all_gather"] that is float8, or packed
     precompute: int  # collectives of precompute alone
     amax: int  # amax all-reduces
 
 
 def variants(mesh: str) -> list[Variant]:
-    """The variants that mean something on a mesh."""
+    """The variants that apply to a mesh."""
     found = list(VARIANTS)
     if mesh == TP:
         found = [variant for variant in found if not variant.gradients]
     if candidates.torchao is not None:
-        # Its precompute covers weights that FSDP2 shards alone.
+        # torchao's precompute covers only weights that FSDP2 shards.
         found += [TORCHAO] if mesh == TP else [TORCHAO, TORCHAO_PRECOMPUTED]
     return found
 
@@ -91,11 +91,11 @@ def rows_of(name: str, chosen: Sequence[Variant], mesh: DeviceMesh | None = None
 
 
 def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
-    """Runs two steps and returns what the second one communicates; called on every rank."""
+    """Run two steps and count the communication of the second; called on every rank."""
     sharded = mesh["dp"].size() > 1
     model = build(variant.candidate, SIZES, mesh, reduce_dtype=torch.bfloat16)
     if sharded:
-        model.set_reshard_after_forward(True)  # the root too: every parameter is gathered twice
+        model.set_reshard_after_forward(True)  # the root too: all parameters are gathered twice
     if variant.gradients is not None:
         set_gradient_transport(model, variant.gradients)
     update = after_step(variant.candidate, sharded) if variant.update else lambda model: None
@@ -122,7 +122,7 @@ def measure(name: str, variant: Variant, mesh: DeviceMesh) -> Row:
 
 
 def _are_amaxes(row: CommRow) -> bool:
-    """The library reduces the bits of amaxes, or exponents; torchao one number each time."""
+    """Whether a row reduces amaxes: as bits or exponents, or, in torchao, as single numbers."""
     bits = row.dtype in (torch.int32, torch.uint8)
     return row.op == "all_reduce" and (bits or row.elements == row.count)
 

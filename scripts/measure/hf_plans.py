@@ -1,15 +1,15 @@
-"""Tries `hf_tp_plan` on every language model of transformers that is made from a small config.
+"""Try `hf_tp_plan` on all language models of transformers that can be built from a small config.
 
     python -m scripts.measure.hf_plans --assert
     python -m scripts.measure.hf_plans --only llama qwen3 gpt_oss
 
-On 2 ranks (gloo, CPU), with sequence parallelism and without, a forward and backward of each model
-is compared with the same on one device. A plan is *right* if every parameter of the unconverted
-model has a gradient of 80 dB (SQNR) or more: a gradient of one rank alone, or one that is summed
-twice, has 6 dB. The table also has the gradient of all parameters in float8, against float8 on one
-device. There a sum in another order rounds rare values to other codes, and sends tokens to other
-experts. Models of images and text are given text alone. A model whose plan is refused is not run.
-It takes five minutes on two cores.
+A forward and backward of each model on 2 ranks (gloo, CPU), with and without sequence parallelism,
+is compared with one device. A plan is *right* if in the unconverted model the gradient of every
+parameter has an SQNR of 80 dB or more: a gradient that lacks one rank's part, or is summed twice,
+has 6 dB. The table also has the SQNR of all gradients in float8, against float8 on one device. It
+is lower: sums in another order round rare values to other codes, and send tokens to other experts.
+Vision-language models get only text. A model whose plan is refused is not run. All takes five
+minutes on two cores.
 """
 
 from importlib import import_module

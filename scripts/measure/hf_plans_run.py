@@ -1,4 +1,4 @@
-"""Models of `scripts.measure.hf_plans`, and what comes of their plans."""
+"""The models of `scripts.measure.hf_plans`, and the outcomes of their plans."""
 
 import argparse
 import dataclasses
@@ -24,8 +24,8 @@ from scripts.common.metrics import sqnr
 from scripts.common.ranks import run_on_ranks
 from scripts.common.report import Check, finish
 
-RIGHT, CLOSE = 80.0, 15.0  # dB, of a plain parameter's gradient and of all in float8
-LARGEST = 3_000_000  # parameters of a model that is tried
+RIGHT, CLOSE = 80.0, 15.0  # dB: of each gradient of the plain model; of all in float8
+LARGEST = 3_000_000  # the most parameters that a tried model may have
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -39,7 +39,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
 }
-# What a config has of these is set too, also in encoder-decoders and models of sound and images.
+# These fields are also set, in configs that have them (encoder-decoders, audio and vision too).
 _NAMES = """
 1 n_shared_experts first_k_dense_replace n_group topk_group
 2 num_experts_per_tok num_experts_per_token n_layer num_layers num_decoder_layers
@@ -60,26 +60,26 @@ OTHERS = {name: int(size) for size, *names in _LINES for name in names}
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """Outcome of a model: `kind` is "right", "wrong", "refused" or "failed", with its figures."""
+    """The outcome of a plan; `kind` is "right", "wrong", "refused" or "failed"."""
 
     kind: str
     text: str
 
 
 def every_model() -> dict[str, tuple[str, str]]:
-    """The class of each model and of its config, by the type of model."""
+    """By model type, the class of the model and the class of its config."""
     configs = configuration_auto.CONFIG_MAPPING_NAMES
-    # Of a type with several classes, the last one is tried.
+    # If a model type has several classes, the last one is tried.
     kinds = ("MASKED_LM", "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
     mappings = [getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES") for kind in kinds]
     classes = {kind: name for m in mappings for kind, name in m.items() if kind in configs}
-    # A class that serves several types of model is tried once.
+    # A class that several model types share is tried once.
     by_class = {name if isinstance(name, str) else name[0]: k for k, name in classes.items()}
     return {kind: (name, configs[kind]) for name, kind in sorted(by_class.items())}
 
 
 def small(settings: Any) -> Any:
-    """A config of small sizes, and without dropout; the configs in it too."""
+    """A config with small sizes and without dropout, and likewise its sub-configs."""
     known = settings()
     changes = {k: v for k, v in (SIZES | OTHERS).items() if k in SIZES or hasattr(known, k)}
     changes |= {k: 0.0 for k, v in vars(known).items() if "drop" in k and isinstance(v, float)}
@@ -91,7 +91,7 @@ def small(settings: Any) -> Any:
 
 
 def build(model: str, config: str, converted: bool = False, device: str = "cpu") -> nn.Module:
-    """A small model, always with the same weights; vectors are random as matrices are."""
+    """A small model, always with the same weights. 1-D parameters are made random, too."""
     make, settings = getattr(transformers, model), small(getattr(transformers, config))
     with torch.device("meta"):
         small_model: nn.Module = make(settings)
@@ -110,7 +110,7 @@ def build(model: str, config: str, converted: bool = False, device: str = "cpu")
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Gradients of a loss on some tokens, whole; zeros for parameters without one."""
+    """The full gradients of a loss on fixed tokens; zeros for parameters without a gradient."""
     ids = torch.randint(3, 256, (4, 16), generator=torch.Generator().manual_seed(0))
     model(input_ids=ids, labels=ids).loss.backward()
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
@@ -118,7 +118,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refusal(names: tuple[str, str], mesh: DeviceMesh, sequence: bool) -> Found | None:
-    """Why a plan of a model is not run; found on the meta device."""
+    """The outcome if the plan of a model is refused, else None; tried on the meta device."""
     for converted in (False, True):
         try:
             parallel(build(*names, converted, device="meta"), mesh, sequence)
@@ -134,18 +134,18 @@ def failed(error: Exception) -> Found:
 
 
 def parallel(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> nn.Module:
-    """The model, parallelized by its plan."""
+    """The model, parallelized with its plan."""
     apply_tp_plan(model, mesh, hf_tp_plan(model, sequence_parallel=sequence))
     return model
 
 
 def compare(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
-    """One plan of a model on ranks, against `twins`: gradients of the same on one device."""
+    """Compare a model's plan on ranks with `twins`: the gradients of the model on one device."""
     plain, float8 = twins
     on_ranks = [
         gradients(parallel(build(*names, converted), mesh, sequence)) for converted in (False, True)
     ]
-    # (Of parameters whose gradient is 0, but for rounding, nothing is told: biases of keys.)
+    # (Gradients that are 0 except for rounding, such as those of key biases, are left out.)
     least = 1e-6 * max(a.norm().item() for a in plain)
     pairs = zip(plain, on_ranks[0], strict=True)
     worst = min(sqnr(a, b) for a, b in pairs if a.norm().item() > least)
@@ -155,7 +155,7 @@ def compare(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any
 
 
 def outcome(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any) -> Found:
-    """As `compare`, whose errors are found too."""
+    """As `compare`, but an error becomes an outcome as well."""
     try:
         return compare(names, mesh, sequence, twins)
     except Exception as error:
@@ -163,9 +163,9 @@ def outcome(names: tuple[str, str], mesh: DeviceMesh, sequence: bool, twins: Any
 
 
 def reason(error: Exception) -> str:
-    """The text of an error, in short, for a table."""
+    """The text of an error, shortened for a table."""
     text = " ".join(str(error).split()).replace("|", "/")
-    if "hf_tp_plan does not know all of" in text:  # then it lists what it does not know
+    if "hf_tp_plan does not know all of" in text:  # a list of the unknown modules follows
         text = re.split(
             r" (?:Try sequence_parallel=False|Write a plan)", text.partition(": - ")[2]
         )[0]
@@ -173,7 +173,7 @@ def reason(error: Exception) -> str:
 
 
 def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
-    """Runs on every rank: what came of each model; a text says why it was not tried."""
+    """The outcomes of each model, or the reason why it was not tried; called on every rank."""
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
@@ -197,7 +197,7 @@ def try_all(kinds: Sequence[str]) -> dict[str, list[Found] | str]:
 
 
 def blocks(results: dict[str, list[Found] | str]) -> dict[str, str]:
-    """The table of models that have a plan; lists of those that have none, or were not tried."""
+    """A table of models with a plan, and lists of models without one, or that were not tried."""
     every, rows, without, untried = every_model(), [], [], []
     for kind, outcomes in results.items():
         name = every[kind][0]

@@ -1,9 +1,9 @@
-"""Counts the lines of the repository: how much is there to read?
+"""Count the lines of the repository: how much is there to read?
 
     python -m scripts.measure.mass
 
-Code of the library, by room: lines with a token, without docstrings, comments and blank lines. Of
-tests, scripts and documents: all lines.
+For the library, by room: lines of code, without docstrings, comments and blank lines. For tests,
+scripts and documents: all lines.
 """
 
 import ast
@@ -19,7 +19,7 @@ LAYOUT = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, toke
 
 
 def code_lines(path: Path) -> int:
-    """The lines of a file that have a token which is no docstring."""
+    """The number of lines that have a token other than a comment or a docstring."""
     with tokenize.open(path) as file:
         *tokens, _ = [t for t in tokenize.generate_tokens(file.readline) if t.type not in LAYOUT]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
@@ -32,7 +32,7 @@ def code_lines(path: Path) -> int:
 
 
 def files(folder: str, pattern: str = "*.py") -> list[Path]:
-    """The files of a folder, but for those behind links."""
+    """The files of a folder, except symbolic links and files below them."""
     paths = sorted((ROOT / folder).rglob(pattern))
     return [p for p in paths if not any(parent.is_symlink() for parent in (p, *p.parents))]
 

@@ -1,11 +1,11 @@
-"""Measures what forward keeps for backward, beside bf16 and torchao.
+"""Measure the memory that the forward keeps for the backward, compared with bf16 and torchao.
 
     python -m scripts.measure.memory --assert
 
-Counts bytes of the storages that a forward saves for its backward, in the second forward, after the
-weights have changed. The counts depend on the sizes, not on the machine. `--assert` fails where a
-layer that saves its input in float8 keeps more than 0.55 of what bf16 keeps, or where under FSDP2 a
-block keeps an unsharded weight.
+Counts the bytes of the storages that the second forward, after a change of the weights, saves for
+its backward. The counts depend on the sizes, not on the machine. `--assert` fails if a layer that
+saves its input in float8 keeps more than 0.55 of the bytes of bf16, or if under FSDP2 a block keeps
+an unsharded weight.
 """
 
 from scripts.common.report import make_parser, parse, run

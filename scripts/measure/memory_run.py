@@ -1,4 +1,4 @@
-"""Bytes that `scripts.measure.memory` counts, and its tables and checks."""
+"""The counts of `scripts.measure.memory`, and its tables and checks."""
 
 import argparse
 import dataclasses
@@ -24,13 +24,13 @@ from scripts.common.report import Check, finish
 from scripts.common.saved_bytes import OTHER, saved_bytes
 
 NAMES = (BF16, *OURS, *TORCHAO)
-# With these sizes the number of elements tells activations and weights apart.
+# With these sizes activations and weights have different numbers of elements.
 ROWS, FEATURES = 1024, 512
 BATCH, SEQUENCE, RANKS = 2, 320, 2
 CONFIG = LlamaConfig(256, 1, 8, 8, 768, vocab_size=1024, max_seq_len=SEQUENCE)
-DEPTHS = (2, 4)  # of models, which differ by what a block keeps
+DEPTHS = (2, 4)  # blocks of two models; the difference is what a block keeps
 MODES = ("plain", "selective", "full")
-LIMIT = 0.55  # of the bf16 input: half of it, and room for scales
+LIMIT = 0.55  # of the bytes of the bf16 input: half, and some for scales
 HIGH_PRECISION_INPUT = "rowwise_with_gw_hp"  # its GEMM of grad_weight is in high precision
 WEIGHT = "weight"
 Held = Mapping[str, int]  # bytes by kind: OTHER (activations), WEIGHT
@@ -42,13 +42,13 @@ def kept_by(
     kinds: Mapping[int, str],
     checkpoints: Sequence[Any] = (),
 ) -> Held:
-    """Bytes that the second forward keeps for its backward, its input included where it is needed.
+    """Bytes that the second forward keeps for its backward, including its input if it is needed.
 
     Args:
         forward: makes an input, and returns an output.
-        model: what `forward` runs.
-        kinds: what tensors are, by their number of elements.
-        checkpoints: to which each forward adds what selective checkpointing made it cache.
+        model: the model or layer that `forward` runs.
+        kinds: the kinds of tensors, by their number of elements.
+        checkpoints: a list to which each forward appends the cache of selective checkpointing.
     """
     forward().float().square().mean().backward()
     change_weights(model)
@@ -63,30 +63,30 @@ def kept_by(
 
 
 def change_weights(model: nn.Module) -> None:
-    """As after a step of an optimizer: the gradients go, and what was known of the weights."""
+    """Drop gradients and cached statistics of weights, as after an optimizer step."""
     model.zero_grad()
     if float8_layers(model):
         invalidate_float8_scales(model)
 
 
 def weight_sizes(module: nn.Module) -> set[int]:
-    """Numbers of elements of the weights of linear layers."""
+    """The numbers of elements of the weights of linear layers."""
     return {m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear)}
 
 
 def held_by_layer(name: str) -> Held:
-    """A candidate's linear layer."""
+    """Bytes that a candidate's linear layer keeps."""
     layer = linear_of(name, nn.Linear(FEATURES, FEATURES, bias=False, dtype=torch.bfloat16))
     x = torch.randn(ROWS, FEATURES, dtype=torch.bfloat16, requires_grad=True)
     return kept_by(lambda: layer(x * 1), layer, {layer.weight.numel(): WEIGHT})
 
 
 def held_by_block(name: str, mode: str) -> Held:
-    """A candidate's block; mode: one of `MODES`."""
+    """Bytes that a candidate's block keeps; `mode` is one of `MODES`."""
     block = Block(CONFIG).bfloat16()
     tables = rope_tables(CONFIG)
     for buffer, rotation in zip(("cos", "sin"), tables, strict=True):
-        block.register_buffer(buffer, rotation)  # there anyway
+        block.register_buffer(buffer, rotation)  # so that they are not counted
     for parent in (block.attention, block.feed_forward):
         for child, linear in list(parent.named_children()):
             setattr(parent, child, linear_of(name, linear))
@@ -110,7 +110,7 @@ def held_by_block(name: str, mode: str) -> Held:
 
 
 def held_by_models(names: Sequence[str]) -> dict[str, tuple[Held, Held]]:
-    """Bytes that a rank keeps of each candidate's model at both depths; called on every rank."""
+    """Bytes that a rank keeps, by candidate, for models of both depths; called on every rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     tokens = torch.randint(CONFIG.vocab_size, (BATCH // mesh.size(), SEQUENCE))
     kinds = dict.fromkeys(weight_sizes(Block(CONFIG)), WEIGHT)
@@ -129,7 +129,7 @@ def per_block(models: tuple[Held, Held]) -> int:
 
 
 def kept_table(head: Sequence[str], kept: Mapping[str, tuple[int, int]]) -> str:
-    """A line per candidate: bytes of activations, beside bf16's, and of weights."""
+    """A table with a line per candidate: bytes of activations, their ratio to bf16, and weights."""
     lines = [
         [name, f"{activations:,}", f"{activations / kept[BF16][0]:.3f}", f"{weights:,}"]
         for name, (activations, weights) in kept.items()
@@ -138,7 +138,7 @@ def kept_table(head: Sequence[str], kept: Mapping[str, tuple[int, int]]) -> str:
 
 
 def block_table(kept: Mapping[str, Mapping[str, Held]]) -> str:
-    """A line per candidate, columns per way to checkpoint."""
+    """A table with a line per candidate, and columns per mode of checkpointing."""
     heads = [head for mode in MODES for head in (f"{mode}, B", "of bf16")]
     lines = []
     for name, by_mode in kept.items():

@@ -1,12 +1,12 @@
 """Small faults planted in the library, one at a time: does a test notice each?
 
 python -m scripts.measure.mutations               all of them: about half a minute each
-python -m scripts.measure.mutations --only fsdp   those whose file or number holds this text
+python -m scripts.measure.mutations --only fsdp   those with this text in their number or file
 python -m scripts.measure.mutations --list        where they are, and the tests that find them
 
-scripts/measure/faults.txt has the faults, each with the test that must fail. They are planted in a
-copy of the checkout. Exit status 1 if a fault survives or can't be planted any more, or if a test
-is missing or fails without a fault.
+scripts/measure/faults.txt lists the faults, each with the test that must fail. They are planted in
+copies of the checkout. The exit status is 1 if a fault survives or can no longer be planted, or if
+a test is missing or fails without a fault.
 """
 
 import os
@@ -30,25 +30,25 @@ from scripts.common.options import command_parser, positive
 
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("faults.txt")
-FAILED, PASSED = 1, 0  # of pytest
+FAILED, PASSED = 1, 0  # exit statuses of pytest
 TIMEOUT_S = 900
 
 
 class Fault(NamedTuple):
     """A small mistake that someone could make."""
 
-    file: str  # where, from the root of the checkout
+    file: str  # relative to the root of the checkout
     what: str  # the mistake, in a few words
-    before: str  # whole lines that the file has once
-    after: str  # the lines that take their place
-    test: str  # a test, or several in one file, as pytest takes them; one must fail
+    before: str  # whole lines that occur once in the file
+    after: str  # the lines that replace them
+    test: str  # a pytest argument: a test, or several in one file, of which one must fail
 
 
 def read_faults(text: str) -> list[Fault]:
-    """Return the faults of a text in which empty lines separate them.
+    """Parse faults, which are separated by empty lines.
 
-    A fault is a line `FILE: WHAT`, lines of a patch, which begin with two characters ("- " for a
-    line that goes, "+ " for one that comes, two spaces for one that stays), and the test.
+    A fault is a line `FILE: WHAT`, the lines of a patch, and a line with the test. Lines of the
+    patch begin with "- " if they are removed, "+ " if they are added, and else with two spaces.
     """
     faults = []
     for entry in text.strip().split("\n\n"):
@@ -62,10 +62,10 @@ def read_faults(text: str) -> list[Fault]:
 
 
 def planted(source: str, fault: Fault) -> str:
-    """Return the source of the fault's file with the fault.
+    """Return the source of a file with the fault planted.
 
     Raises:
-        ValueError: what the fault replaces does not stand in the file exactly once.
+        ValueError: the lines to replace do not occur exactly once in the file.
     """
     changed, count = re.subn(
         f"^{re.escape(fault.before)}", lambda _: fault.after, source, flags=re.MULTILINE
@@ -76,7 +76,7 @@ def planted(source: str, fault: Fault) -> str:
 
 
 def problem(fault: Fault) -> str:
-    """Why a fault can't be planted in this checkout; "" if it can."""
+    """The reason why a fault can't be planted in this checkout; "" if it can."""
     try:
         planted((ROOT / fault.file).read_text(), fault)
     except (OSError, ValueError) as error:
@@ -86,7 +86,7 @@ def problem(fault: Fault) -> str:
 
 @contextmanager
 def checkout() -> Iterator[Path]:
-    """A copy of all files of the checkout that git does not ignore."""
+    """Copy all files of the checkout that git does not ignore to a temporary folder."""
     shown = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(shown, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     with tempfile.TemporaryDirectory(prefix="fp8_dist_fault_") as folder:
@@ -98,7 +98,7 @@ def checkout() -> Iterator[Path]:
 
 
 def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """pytest's exit status for some tests of a checkout, and the end of its output."""
+    """Run some tests of a checkout; return pytest's exit status and the end of its output."""
     command = [sys.executable, "-B", "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     try:
@@ -111,7 +111,7 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int, str]:
 
 
 def verdict_of(fault: Fault, folder: Path) -> tuple[str, str]:
-    """Return "caught", or how the fault got through, with the output of pytest."""
+    """Plant a fault and run its test: "caught", or another verdict and the output of pytest."""
     path = folder / fault.file
     source = path.read_text()
     path.write_text(planted(source, fault))

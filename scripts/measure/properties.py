@@ -1,9 +1,9 @@
-"""Random trainings beside a twin in one process: each is right, or a documented error.
+"""Random training runs, compared with a twin in one process: each is right, or a documented error.
 
 python -m scripts.measure.properties --cases 5000
 
-tests/support/property_cases.py says what a case is and how it is drawn; tests/property runs some of
-them. Exit status 1 if a case failed, or was not run: `--case` runs the one that the report shows.
+tests/support/property_cases.py defines cases and draws them; tests/property runs a few. The exit
+status is 1 if a case failed, or was not run. `--case` runs one case, as a report prints it.
 """
 
 import json

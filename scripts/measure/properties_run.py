@@ -1,4 +1,4 @@
-"""Cases of `scripts.measure.properties`: drawn, judged and made simpler."""
+"""The cases of `scripts.measure.properties`: draw, judge and simplify them."""
 
 import argparse
 import json
@@ -23,16 +23,16 @@ from ranks import RankPools  # noqa: E402
 
 from scripts.common.markdown import table  # noqa: E402
 
-# Failures that look alike are made simpler, and shown, this many times.
+# For this many kinds of failures, one case is simplified and shown.
 SHOWN = 3
-# So many cases start from a seed of their own: hypothesis varies what it drew before.
+# Each group of this many cases has its own seed, because hypothesis varies what it drew before.
 TURN = 50
 
 
 def run_cases(
     count: int, seed: int, max_ranks: int, pools: RankPools
 ) -> list[tuple[TrainCase, Verdict]]:
-    """The verdicts on so many cases, drawn from a seed; on fewer after Ctrl-C."""
+    """Judge `count` cases drawn from a seed, or fewer after Ctrl-C."""
     verdicts: list[tuple[TrainCase, Verdict]] = []
     progress = tqdm(total=count, unit="case")
     for turn, start in enumerate(range(0, count, TURN)):
@@ -62,8 +62,8 @@ def run_cases(
 
 
 def simplest(case: TrainCase, verdict: Verdict, pools: RankPools) -> tuple[TrainCase, Verdict]:
-    """The simplest case that fails alike, found by changing one field after the other."""
-    while not verdict.text.startswith("ranks: "):  # each of these takes the whole timeout
+    """The simplest case with the same failure, found by changing one field after the other."""
+    while not verdict.text.startswith("ranks: "):  # (a case that hangs takes the whole timeout)
         for other in simpler(case):
             again = verdict_of(other, pools)
             if again.kind == "FAILED" and again.name[:20] == verdict.name[:20]:
@@ -75,14 +75,14 @@ def simplest(case: TrainCase, verdict: Verdict, pools: RankPools) -> tuple[Train
 
 
 def counts(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
-    """Numbers of cases that were right, a documented error, or failed."""
+    """A table of the numbers of cases that were right, a documented error, or failed."""
     by_kind = Counter(verdict.kind for _, verdict in verdicts)
     numbers = [str(by_kind[kind]) for kind in ("right", "error", "FAILED")]
     return table(["right", "documented error", "failed"], [numbers])
 
 
 def errors(verdicts: Sequence[tuple[TrainCase, Verdict]]) -> str:
-    """The documented errors by kind, with their numbers of cases."""
+    """A table of the documented errors, and the number of cases of each."""
     by_name = Counter(verdict.name for _, verdict in verdicts if verdict.kind == "error")
     lines = [[name.replace("|", r"\|"), str(count)] for name, count in by_name.most_common()]
     return table(["documented error", "cases"], lines)

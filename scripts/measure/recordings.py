@@ -1,10 +1,10 @@
-"""Random recordings: a replay finds nothing in clean ones, and names one planted fault in others.
+"""Random recordings: a replay finds nothing in clean ones, and finds the planted fault in others.
 
 python -m scripts.measure.recordings --cases 200
 
-tests/support/recorded_cases.py says what a case is and how it is drawn. Cases that the library
-refuses, and faults that have nothing to change, are drawn again. Exit status 1 if a verdict is
-wrong: `--case` runs the one that the report shows.
+tests/support/recorded_cases.py defines cases and draws them. A case is drawn again if the library
+refuses it, or if its fault changes nothing. The exit status is 1 if a verdict is wrong. `--case`
+runs one case, as a report prints it.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Cases of `scripts.measure.recordings`: recorded, replayed and counted."""
+"""The cases of `scripts.measure.recordings`: record, replay and count them."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ def judged(case: RecordedCase, pools: RankPools) -> str:
 
 
 def run_cases(cases: int, seed: int, has_fault: bool, pools: RankPools) -> tuple[Counter[str], int]:
-    """Judge so many cases: the number of right ones of each fault, and of wrong ones."""
+    """Judge cases; return the numbers of right verdicts by fault, and of wrong verdicts."""
     right, wrong = Counter[str](), 0
     progress = tqdm(total=cases, unit="recording")
     for number in count():

@@ -2,11 +2,11 @@
 
 python -m scripts.measure.soak --steps 5000 --assert
 
-A turn trains a small Llama in one recipe on one mesh, evaluates every tenth step, and ends with its
-model deleted. All turns run twice, in the same two processes, so that what one leaves shows in the
-next. After a third of a turn and at its end the script measures resident memory, live tensors, the
-entries of all tables that the library keeps at the level of a module or a class, and collectives
-that nobody waited for.
+A turn trains a small Llama in one recipe on one mesh, evaluates after every tenth step, and deletes
+the model at the end. All turns run twice, in the same two processes, so that leftovers of a turn
+show in the next. After a third of a turn and at its end the script measures resident memory, live
+tensors, the entries of all of the library's tables at module or class level, and collectives whose
+results were never waited for.
 """
 
 from scripts.common.options import positive

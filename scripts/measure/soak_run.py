@@ -1,4 +1,4 @@
-"""Training steps of `scripts.measure.soak`, and what is measured between them."""
+"""The training steps of `scripts.measure.soak`, and the measurements between them."""
 
 import argparse
 import gc
@@ -32,22 +32,22 @@ from scripts.common.report import Check, finish
 MESHES = ("dp=2", "tp=2", "tp=2, checkpointed")
 SIZES = LlamaConfig(64, 2, 4, 2, 128, vocab_size=256, max_seq_len=32)
 TABLES = (dict, list, set, deque, WeakKeyDictionary, WeakValueDictionary, WeakSet)
-# Between two measurements the allocator may take so much, or give it back.
+# The allocator may take or return this much between two measurements.
 ALLOWED_MB = 24
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Holdings of a process."""
+    """What a process holds."""
 
     rss: int  # resident memory in MB
-    tensors: int  # live ones that Python knows
+    tensors: int  # live tensors with a Python object
     entries: int  # of all tables of the library together
-    works: int  # collectives whose result nobody has waited for
+    works: int  # collectives whose result was not waited for
 
 
 def table_sizes() -> dict[str, int]:
-    """The number of entries of each table at the level of a module or a class of the library."""
+    """The number of entries of each table that the library has at module or class level."""
     sizes: dict[str, int] = {}
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "fp8_dist":
@@ -66,16 +66,16 @@ def table_sizes() -> dict[str, int]:
 def _classes(name: str, module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     for key, value in vars(module).items():
         is_defined_here = isinstance(value, type) and value.__module__ == name
-        if is_defined_here and not issubclass(value, Enum | tuple):  # whose tables are Python's
+        if is_defined_here and not issubclass(value, Enum | tuple):  # their tables are Python's
             yield f"{key}.", dict(vars(value))
 
 
 def usage() -> Usage:
-    """Measure what this process holds now, without garbage."""
-    time.sleep(0.2)  # gloo's threads let go of what they sent a little later
+    """Collect garbage, then measure what this process holds."""
+    time.sleep(0.2)  # gloo's threads release sent tensors a little later
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    # (isinstance asks some objects for their class, which makes them import something or fail.)
+    # (type, not isinstance: the __class__ of some objects imports something, or fails.)
     return Usage(
         rss=pages * os.sysconf("SC_PAGE_SIZE") // 2**20,
         tensors=sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()),
@@ -85,7 +85,7 @@ def usage() -> Usage:
 
 
 def train(model: nn.Module, recipe: str, steps: range, progress: Any) -> None:
-    """Steps of SGD on random tokens; an evaluation after every tenth and after the last."""
+    """Train by SGD on random tokens, with an evaluation after every tenth step and the last."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     update = after_step(recipe, True)
     for step in steps:
@@ -109,9 +109,9 @@ Turn = tuple[str, str, Usage, Usage]
 def soak(
     steps: int, recipes: Sequence[str] = OURS
 ) -> tuple[list[Turn], dict[str, tuple[int, int]]]:
-    """Runs on each rank: (recipe, mesh, usage after a third, usage at the end) of each turn.
+    """Run all turns twice, on each rank. Return each turn, with usage after a third and at the end.
 
-    And the entries of each table after the first and the second round, with no model alive.
+    Also return the entries of each table after the first and second round, with no model alive.
     """
     meshes = {
         text: init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -127,7 +127,7 @@ def soak(
         model = build(recipe, SIZES, meshes[text])
         if "checkpointed" in text:
             model.layers = nn.ModuleList(map(checkpoint_wrapper, model.layers))
-        # Twice: FSDP2 keeps buffers of its last gradients from the second on.
+        # In two calls: FSDP2 keeps buffers of its last gradients from the second call on.
         train(model, recipe, range(steps_of_turn // 6), progress)
         train(model, recipe, range(steps_of_turn // 6, steps_of_turn // 3), progress)
         early = usage()
@@ -141,7 +141,7 @@ def soak(
 
 
 def soak_table(turns: Sequence[Turn]) -> str:
-    """A line per turn: each figure after a third of it and at its end."""
+    """A table with a line per turn: each figure after a third of the turn and at its end."""
     head = ["recipe", "mesh", "RSS in MB", "live tensors", "table entries", "works"]
     lines = []
     for recipe, mesh, early, late in turns:
@@ -151,7 +151,7 @@ def soak_table(turns: Sequence[Turn]) -> str:
 
 
 def checks_of(turns: Sequence[Turn], kept: dict[str, tuple[int, int]]) -> list[Check]:
-    """The verdicts on one rank."""
+    """The checks of one rank."""
     ends = [(f"{recipe} on {mesh}", early, late) for recipe, mesh, early, late in turns]
     broken = {
         "no growth of resident memory": [n for n, a, b in ends if b.rss > a.rss + ALLOWED_MB],

@@ -1,14 +1,14 @@
-"""Measures the SQNR of a linear layer's three GEMMs in each float8 recipe, and of weights alone.
+"""Measure the SQNR of a linear layer's three GEMMs in each float8 recipe, and of weights alone.
 
     python -m scripts.measure.sqnr --assert
     python -m scripts.measure.sqnr --weights FILE...
 
-Trains the reference model in bf16, records what its linear layers multiply, multiplies it again in
-float8 and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in dB.
-The same for operands that were made up, whose rows or channels differ by many orders of magnitude.
+Trains the reference model in bf16, records the operands of its linear layers, multiplies them again
+in float8, and compares with the product in fp64. SQNR is 20 log10(|exact| / |exact - float8|), in
+dB. Synthetic operands, whose rows or channels differ by many orders of magnitude, are measured too.
 
-Weights alone are those of the trained model, or the matrices of checkpoint files, cropped to whole
-blocks, without embeddings and states of optimizers: the mean and, in brackets, the worst of them.
+Casts of weights alone are measured (mean, and worst in brackets) on the trained model, or on the
+matrices of checkpoint files, cropped to whole blocks, without embeddings and optimizer states.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tensors of `scripts.measure.sqnr`, their products, and its tables and checks."""
+"""The operands of `scripts.measure.sqnr`, their products, and its tables and checks."""
 
 import argparse
 import dataclasses
@@ -30,13 +30,13 @@ from scripts.train.train_run import MAX_GRAD_NORM, learning_rate_factor
 
 GEMMS = ("output", "grad_input", "grad_weight")
 MODEL, BATCH_SIZE, SEQ_LEN, LR, WARMUP = "debug", 8, 64, 1e-3, 40
-WEIGHTS = torch.float32, torch.bfloat16, torch.float16  # and no codes
-STEPS = [5, 300]  # those that are recorded; the last one ends the training
-# A delayed scale is that of earlier steps, which a single record doesn't have.
+WEIGHTS = torch.float32, torch.bfloat16, torch.float16  # dtypes of weights, not of codes
+STEPS = [5, 300]  # the recorded steps; the last one ends the training
+# A delayed scale comes from earlier steps, which a single record doesn't have.
 RECIPES = [name for name in OURS if name != "delayed"]
-# Those that use one float8 copy of an operand in both of its GEMMs, where rowwise makes two.
+# rowwise casts an operand twice, once per GEMM. ONE_COPY: recipes with one float8 copy for both.
 TWO_CASTS, ONE_COPY = "rowwise", ("rowwise_folded", "blockwise", "mxfp8")
-# Parts of a result of which the worst 1 % counts: the GEMM, and the dim that a norm covers.
+# The parts (rows or columns) of results whose worst 1 % counts: GEMM, and dim of the norm.
 PARTS = {
     "tokens of output": ("output", 1),
     "columns of output": ("output", 0),
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Origin of recorded operands: the linear layer's name, and the step, counted from 1."""
+    """The origin of recorded operands: the name of the linear layer, and the step, from 1."""
 
     linear: str
     step: int
@@ -86,7 +86,7 @@ def configs() -> dict[str, Float8LinearConfig]:
 
 
 def products(operands: Operands, config: Float8LinearConfig) -> dict[str, Tensor]:
-    """The output and the gradients of a Float8Linear, fp32."""
+    """The output and the gradients of a Float8Linear, in fp32, by GEMM."""
     n, k = operands.weight.shape
     linear = nn.Linear(k, n, bias=False)
     linear.weight = nn.Parameter(operands.weight)
@@ -113,9 +113,9 @@ def measure(operands: Operands) -> Figures:
 
 
 def sqnr_of_worst(expected: Tensor, actual: Tensor, dim: int) -> float:
-    """The mean SQNR of the worst 1 % (one at least) of rows (dim 1) or columns (dim 0).
+    """The mean SQNR of the worst 1 % (at least one) of rows (dim 1) or columns (dim 0).
 
-    Those of zeros have no SQNR, and are left out.
+    All-zero rows or columns have no SQNR, and are left out.
     """
     signal, noise = expected.norm(dim=dim), (expected - actual).norm(dim=dim)
     signal, noise = signal[signal > 0], noise[signal > 0]
@@ -132,15 +132,15 @@ def recorded_linears() -> list[str]:
 
 
 def record(steps: list[int], seed: int) -> dict[Place, Operands]:
-    """Trains the reference model, and keeps what its linear layers multiply at some steps.
+    """Train the reference model, and record the operands of its linear layers at some steps.
 
     As in ``scripts.train.train``, parameters and AdamW are fp32, compute is bf16 (by autocast), and
-    gradients are clipped. Inputs and output gradients are the bf16 values, weights the fp32
-    parameters, which a float8 layer casts.
+    gradients are clipped. Recorded are the bf16 values of inputs and output gradients, and the fp32
+    parameters, which a float8 layer would cast.
 
     Args:
-        steps: which ones, counted from 1; the last one ends the training and its schedule.
-        seed: of the weights and the data.
+        steps: the recorded steps, counted from 1; the last one ends the training and its schedule.
+        seed: the seed of the weights and the data.
     """
     corpus = load_corpus(None, seq_len=SEQ_LEN)
     model = Llama(MODELS[MODEL], seed)
@@ -162,7 +162,7 @@ def record(steps: list[int], seed: int) -> dict[Place, Operands]:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    # (The backward met them in the reverse order.)
+    # (The backward recorded them in reverse order.)
     places = (Place(name, step) for step in sorted(steps) for name in recorded_linears())
     return {place: recorded[place] for place in places}
 
@@ -170,7 +170,7 @@ def record(steps: list[int], seed: int) -> dict[Place, Operands]:
 def _listen(
     model: Llama, step: int, recorded: dict[Place, Operands]
 ) -> list[torch.utils.hooks.RemovableHandle]:
-    """Hooks that fill ``recorded`` during the next forward and backward."""
+    """Register hooks that fill ``recorded`` during the next forward and backward."""
 
     def matrix(tensor: Tensor) -> Tensor:
         return tensor.detach().to(torch.bfloat16).flatten(0, -2).float()
@@ -190,7 +190,7 @@ def _listen(
 
 
 def stress_cases(seed: int) -> dict[str, Operands]:
-    """Normal operands, and what training may do to them, by name."""
+    """Normal operands, and operands with outliers or zeros as training may produce, by name."""
     m, k, n = 1024, 512, 768
     generator = torch.Generator().manual_seed(seed)
     normal = partial(torch.randn, generator=generator)
@@ -217,7 +217,7 @@ def stress_cases(seed: int) -> dict[str, Operands]:
 
 
 def matrices(path: Path) -> list[Tensor]:
-    """The weights of a checkpoint file, fp32, cropped to multiples of 128."""
+    """The weights of a checkpoint file, in fp32, cropped to multiples of 128."""
     if path.suffix == ".safetensors":
         content = import_module("safetensors.torch").load_file(path)
     else:
@@ -235,7 +235,7 @@ def matrices(path: Path) -> list[Tensor]:
 
 
 def weights_table(weights: Sequence[Tensor]) -> str:
-    """The SQNR of casts of weights: a line per format and rule, a column per size of blocks."""
+    """The SQNR of casts of weights: a table with a line per format and rule, a column per size."""
     casts = {"e4m3": [config_of(recipe).cast_config_weight for recipe in ("mxfp8", "blockwise")]}
     for rule in ("ceil", "even", "floor"):
         change = partial(dataclasses.replace, format="mxfp4", scale_rule=rule)
@@ -248,7 +248,7 @@ def weights_table(weights: Sequence[Tensor]) -> str:
 
 
 def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
-    """The conditions of `--assert`, on the layer that is closest to breaking each; a NaN does."""
+    """The conditions of `--assert`, for the worst recorded layer and GEMM. A NaN fails them."""
     conditions = []
     for recipe in ONE_COPY:
         behind = [
@@ -261,12 +261,12 @@ def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
 
 
 def decibels(value: float) -> str:
-    """One decimal; above 100 dB it is the result's own format that is measured."""
+    """A cell with one decimal. Above 100 dB, the format of the result limits the SQNR."""
     return f"{round(value, 1) + 0.0:.1f}" if value < 100 else "> 100"  # never -0.0
 
 
 def recorded_table(by_place: Mapping[Place, Figures]) -> str:
-    """Mean and worst of each config and GEMM, over layers and steps."""
+    """A table of the mean and worst SQNR of each config and GEMM, over layers and steps."""
     lines = []
     for config in configs():
         values = ([row[config][gemm] for row in by_place.values()] for gemm in GEMMS)
@@ -276,7 +276,7 @@ def recorded_table(by_place: Mapping[Place, Figures]) -> str:
 
 
 def stress_table(by_case: Mapping[str, Figures]) -> str:
-    """A line per case and recipe."""
+    """A table with a line per case and recipe."""
     columns = (*GEMMS, *PARTS)
     lines = [
         [case, f"`{recipe}`", *(decibels(row[recipe][column]) for column in columns)]

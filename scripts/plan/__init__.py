@@ -1,1 +1,1 @@
-"""Plans a training run: what a step communicates and holds on thousands of ranks."""
+"""Plan a training run: what a step communicates and keeps in memory on thousands of ranks."""

@@ -5,18 +5,18 @@
 
     python -m scripts.plan --model package.module:function --mesh dp=64
 
-Builds the real model under the library (TP + SP over tp, FSDP2 over dp, AdamW; experts divided over
-ep and tp, with as many tokens for each) in one process that plays rank 0 of a fake world with fake
-tensors, and runs one real step of it, as it is from the second one on. All counts and sizes are
-those of this run. bf16 and, where it is installed, torchao (tensorwise, its own styles and
-precompute; without experts) run in the same way beside it.
+One process plays rank 0 of a fake world. It builds the real model with fake tensors (TP + SP over
+tp, FSDP2 over dp, AdamW; experts divided over ep and tp, with equal numbers of tokens) and runs one
+step of it, in the state that the model has from the second step on. All counts and sizes are
+measured in this run. For comparison, bf16 runs in the same way, and, for models without experts,
+torchao where it is installed (tensorwise, its own styles and precompute).
 
     python -m scripts.plan --gradient-transport float8 --reduce-transport float8
 
-plans each recipe also with sums over ranks that travel so; --weight-format mxfp4, also with weights
-of four bits. A model of your own takes tokens [b, s] and returns logits [b, s, v], as those of
-transformers do; FSDP2 shards the modules of its outermost lists. With tp it must be a model of
-transformers that declares a plan.
+plans each recipe a second time, with sums over ranks sent in float8, and --weight-format mxfp4
+likewise with 4-bit weights. A model of your own takes tokens [b, s] and returns logits
+[b, s, v], as transformers models do; FSDP2 shards the modules of its outermost ModuleLists. With tp
+it must be a transformers model that declares a tensor-parallel plan.
 """
 
 import argparse
@@ -73,7 +73,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks the options for sizes of the reference Llama; adds these sizes."""
+    """Check the options for a named size of the reference Llama, and add its sizes to them."""
     model, tp, ep = MODELS[args.model], args.mesh["tp"], args.mesh["ep"]
     if model.mixture is None and ep > 1:
         parser.error(f"ep={ep} needs a --model with experts")
@@ -92,7 +92,7 @@ def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 
 def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Checks the options for a model MODULE:FUNCTION, which must convert in each recipe."""
+    """Check the options for a model MODULE:FUNCTION, which must be convertible in each recipe."""
     if ":" not in args.model:
         names = ", ".join(MODELS)
         parser.error(f"--model {args.model}: it is not MODULE:FUNCTION or one of {names}")

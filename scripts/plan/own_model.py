@@ -1,4 +1,4 @@
-"""A model that is named MODULE:FUNCTION, in the place of the reference Llama."""
+"""A user's model, given as MODULE:FUNCTION, in place of the reference Llama."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Unfit(Exception):
 
 
 def make(name: str) -> nn.Module:
-    """The model on the meta device, without a cache of keys and values."""
+    """The model on the meta device, with its KV cache switched off."""
     model, _ = build_model(name)
     if hasattr(config := getattr(model, "config", None), "use_cache"):
         config.use_cache = False
@@ -29,17 +29,17 @@ def make(name: str) -> nn.Module:
 
 
 def longest(model: nn.Module) -> int | None:
-    """The number of tokens that a model of transformers takes at most."""
+    """The longest sequence that a transformers model takes, in tokens; None if it declares none."""
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def converted(
     variant: str, name: str, tp: int, reduce_transport: Encoding
 ) -> tuple[nn.Module, dict[str, ParallelStyle]]:
-    """The model in a candidate's recipe, and its tensor-parallel plan.
+    """The model converted as a candidate is, and its tensor-parallel plan.
 
     Raises:
-        ValueError, NotImplementedError: it can't be converted, or declares no plan.
+        ValueError, NotImplementedError: the model can't be converted, or declares no plan.
     """
     model = make(name)
     convert(variant, model, True, skip_head(model))
@@ -48,7 +48,7 @@ def converted(
 
 
 def build(variant: str, name: str, mesh: DeviceMesh, reduce_transport: Encoding) -> nn.Module:
-    """The model on a mesh, as `scripts.common.models.build` makes the reference Llama."""
+    """The model on a mesh: the counterpart of `scripts.common.models.build`."""
     model, plan = converted(variant, name, mesh["tp"].size(), reduce_transport)
     if plan:
         apply_tp_plan(model, mesh["tp"], plan)
@@ -59,12 +59,12 @@ def build(variant: str, name: str, mesh: DeviceMesh, reduce_transport: Encoding)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules in the outermost lists of modules."""
+    """The modules in the outermost ModuleLists and ModuleDicts."""
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
         return list(model.children())
     return [block for child in model.children() for block in blocks(child)]
 
 
 def logits_of(output: Any) -> Tensor:
-    """The logits `[b, s, v]` in what a model returns."""
+    """The logits `[b, s, v]` from the output of a model."""
     return output if isinstance(output, Tensor) else output.logits

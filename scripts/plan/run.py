@@ -1,4 +1,4 @@
-"""Runs planned steps, each in a process of its own: a fake world can't be left."""
+"""Run planned steps, each in its own process, because a process can't leave a fake world."""
 
 import argparse
 import logging
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plans_of(args: argparse.Namespace) -> list[Plan]:
-    """The recipes, bf16 and torchao; and the recipes with sums over ranks in fewer bytes."""
+    """Plans of the recipes, bf16 and torchao; then of the recipes with the transports, if any."""
     sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
     others = [BF16, *([PEER] if PEER in TORCHAO and args.has_peer else [])]
     plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
@@ -57,22 +57,22 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
 
 
 def run_all(plans: Sequence[Plan]) -> list[Step | str]:
-    """Run each planned step as rank 0 sees it; a text says why torchao could not."""
-    # Importing torch takes seconds: one server does, and forks.
+    """Run each planned step as rank 0 sees it. If torchao fails, its result is the reason."""
+    # Importing torch takes seconds, so one fork server imports it for all processes.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     jobs = min(os.cpu_count() or 1, 4)
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_fake, plan) for plan in plans]
         for future in tqdm(as_completed(futures), total=len(plans), unit="run", disable=None):
-            future.result()  # an error ends it all
+            future.result()  # the first error ends the run
         return [future.result() for future in futures]
 
 
 def run_fake(plan: Plan) -> Step | str:
-    """Runs a step in a fake world; called in a process of its own."""
+    """Run a step in a fake world; called in its own process."""
     torch.set_num_threads(1)
-    # An operator that fails on fake tensors logs its traceback, beside its error.
+    # An operator that fails on fake tensors also logs the traceback of the error that it raises.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with fake_world(plan.ranks):

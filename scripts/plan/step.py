@@ -1,11 +1,11 @@
-"""One training step on one rank: what it communicates, and what memory it holds.
+"""One training step on one rank: its communication and its memory.
 
 The model is the reference Llama with SP over "tp", FSDP2 over "dp", experts over "ep" and "tp", and
 AdamW. The same code runs on real ranks and in a fake world (scripts/plan/world.py).
 
-A *phase* is a part of a step: what is called for the scales after the previous optimizer step
-("precompute", which is the sync for delayed scales), "forward", "backward", and clipping with the
-optimizer's step ("optimizer").
+A step has four *phases*: "precompute" (the update of scales after the previous optimizer step; for
+delayed scales, their sync), "forward", "backward", and "optimizer" (clipping and the optimizer's
+step).
 """
 
 import math
@@ -45,13 +45,13 @@ class Plan:
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
     variant: str  # a candidate: "bf16", one of the library, or `PEER`
-    # How FSDP2's gradients and tensor parallelism's sums travel; None: by torch's reduce-scatters.
+    # The encoding of FSDP2's gradients and of TP's sums on the wire; None: torch's reduce-scatters.
     gradient_transport: Transport | None = None
     reduce_transport: Transport | None = None
 
     @property
     def name(self) -> str:
-        """For people: the variant, and how gradients travel."""
+        """The variant and its transports, for people."""
         words = [self.variant]
         words += [f"{self.gradient_transport} gradients"] * bool(self.gradient_transport)
         return ", ".join(words + [f"{self.reduce_transport} in TP"] * bool(self.reduce_transport))
@@ -63,10 +63,10 @@ class Plan:
 
 
 class Collectives(NamedTuple):
-    """The collectives of one phase that agree in op, axis and dtype.
+    """The collectives of one phase that have the same op, axis and dtype.
 
-    `count` is 0 for bytes that travel in the collectives of another dtype (FSDP2's mixed gathers).
-    `bytes` are sizes of buffers, as in `comm_audit`.
+    `count` is 0 for bytes that share a collective with another dtype, which is the one counted
+    (FSDP2's mixed gathers). `bytes` are sizes of buffers, as in `comm_audit`.
     """
 
     phase: str
@@ -83,7 +83,7 @@ class Step:
 
     collectives: list[Collectives] = field(default_factory=list)  # in the order of the phases
     memory: dict[str, int] = field(default_factory=dict)  # bytes by kind
-    weights: int = 0  # that a recipe converts
+    weights: int = 0  # the number of weights that a recipe converts
     blocks: int = 0
     parameters: int = 0  # elements of the whole model
 
@@ -95,12 +95,12 @@ def make_mesh(plan: Plan) -> DeviceMesh:
 
 
 def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
-    """Builds the model and runs one step, as it is from the second one on, on the plan's mesh.
+    """Build the model and run one step, in the state that it has from the second step on.
 
     Args:
         plan: the step.
-        mesh: of `make_mesh`.
-        fake_tensors: the default group is a fake one.
+        mesh: the mesh from `make_mesh`.
+        fake_tensors: whether the default group is fake, and tensors should be fake too.
     """
     wire, model, admits = plan.reduce_transport, nn.Module(), is_float8
     if isinstance(plan.model, str):
@@ -109,7 +109,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
     else:
         model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=wire)
     for layer in float8_layers(model).values():
-        for history in layer.histories.values():  # delayed scales have one from the second step on
+        for history in layer.histories.values():  # delayed scales, filled from the second step on
             history.load(torch.ones(1))
     with fake() if fake_tensors else nullcontext():
         model.to_empty(device="cpu")
@@ -129,7 +129,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
 
 
 def in_turn(router: Router, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """For `Router.choose`: all experts get equal numbers of tokens, in fake tensors too."""
+    """Replace `Router.choose`: experts get equal numbers of tokens, even from fake tensors."""
     (batch, length, experts), k = scores.shape, router.top_k
     ids = (torch.arange(batch * length * k) % experts).view(batch, length, k)
     return scores.gather(-1, ids), ids
@@ -172,7 +172,7 @@ def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
 
 
 def _collectives(phase: str, audit: CommAudit) -> list[Collectives]:
-    """The rows of an audit, summed over modules, sorted."""
+    """The sorted rows of an audit, summed over modules."""
     found = [
         Collectives(phase, r.op, r.axis, str(r.dtype).removeprefix("torch."), r.count, r.bytes)
         for r in CommTable(audit.rows).without_modules().rows

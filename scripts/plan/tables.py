@@ -10,7 +10,7 @@ Runs = Sequence[tuple[Plan, Step]]
 
 
 def collectives_table(runs: Runs) -> str:
-    """Count and bytes by phase, axis, op and dtype; a column per variant."""
+    """A table of counts and bytes by phase, axis, op and dtype, with a column per variant."""
     by_key = [
         {(r.phase, r.axis, r.op, r.dtype, not r.count): r for r in step.collectives}
         for _, step in runs
@@ -26,7 +26,7 @@ def collectives_table(runs: Runs) -> str:
 
 
 def axes_table(runs: Runs) -> str:
-    """Bytes by axis; a column per variant."""
+    """A table of communicated bytes by axis, with a column per variant."""
     axes = sorted({row.axis for _, step in runs for row in step.collectives})
     lines = [
         [axis, *(f"{sum(r.bytes for r in s.collectives if r.axis == axis):,}" for _, s in runs)]
@@ -36,7 +36,7 @@ def axes_table(runs: Runs) -> str:
 
 
 def memory_table(runs: Runs) -> str:
-    """Bytes by kind; a column per variant."""
+    """A table of memory in bytes by kind, with a column per variant."""
     kinds = dict.fromkeys(kind for _, step in runs for kind in step.memory)
     lines = [[kind, *(f"{step.memory.get(kind, 0):,}" for _, step in runs)] for kind in kinds]
     lines.append(["all", *(f"{sum(step.memory.values()):,}" for _, step in runs)])
@@ -44,7 +44,7 @@ def memory_table(runs: Runs) -> str:
 
 
 def summary_table(runs: Runs) -> str:
-    """Counts and bytes; a line per variant."""
+    """A table of counts and bytes, with a line per variant."""
     lines = []
     for plan, step in runs:
         rows = step.collectives

@@ -1,7 +1,7 @@
 """A *fake world*: one process plays rank 0 of thousands.
 
-Its process group's collectives move nothing, and its tensors hold nothing. What is left of a step
-is its sequence of collectives and the sizes of its tensors.
+Its collectives move no data, and its tensors have no storage. Only the sequence of collectives and
+the sizes of tensors are real.
 """
 
 import logging
@@ -19,12 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """This process is rank 0 of so many. (Rank 0 has the largest shards where they are uneven.)
+    """Make this process rank 0 of `ranks`. (Where shards are uneven, rank 0 has the largest.)
 
-    DTensor keeps meshes for good: use a process for one world only.
+    DTensor never forgets a mesh, so use a process for one world only.
     """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    # Clipping reduces norms axis by axis, which torch warns about.
+    # Gradient clipping reduces norms axis by axis, and torch warns about that.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         yield
@@ -34,16 +34,16 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def fake() -> Iterator[None]:
-    """Tensors are fake. Make meshes and their slices, and parallelize a meta model, before it."""
+    """Make tensors fake. Create meshes and their slices, and parallelize the model, before this."""
     with FakeTensorMode(allow_non_fake_inputs=True), HostValues():
         yield
 
 
 class HostValues(TorchDispatchMode):
-    """Inside a FakeTensorMode: what is computed from tensors with values has values.
+    """Within a FakeTensorMode, compute real results from inputs that are real tensors.
 
-    torch and the library look up ranks in small tensors, such as a mesh's. Whatever a fake tensor
-    goes into is fake.
+    torch and the library read ranks from small tensors, such as a mesh's, which must be real. An op
+    with any fake input returns fake tensors.
     """
 
     def __torch_dispatch__(
@@ -56,7 +56,7 @@ class HostValues(TorchDispatchMode):
         if known and (tensors or makes):
             with unset_fake_temporarily():
                 if func is torch.ops.c10d.alltoall_base_.default:
-                    # All ranks have the same values here, so equal parts come as they go.
+                    # All ranks have the same values here, so each rank receives what it sends.
                     args[0].copy_(args[1])
                 return func(*args, **kwargs)
         return func(*args, **kwargs)

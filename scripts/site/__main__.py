@@ -1,8 +1,7 @@
-"""Builds the site: python -m scripts.site [FOLDER] (default: build/site).
+"""Build the site: python -m scripts.site [FOLDER] (default: build/site).
 
-The front page is the README, the pages are those of docs/ in the groups of docs/README.md, and
-each public package has a page of its docstrings. What Sphinx warns of is an error. Needs the extra
-`docs`.
+The front page is the README. The other pages are those of docs/, grouped as in docs/README.md, and
+a page of docstrings for each public package. Warnings of Sphinx are errors. Needs the extra `docs`.
 """
 
 import re
@@ -20,7 +19,7 @@ import fp8_dist
 from scripts.common.options import command_parser
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each package with a public interface, and what it is for.
+# Each package with a public interface, and its title.
 PACKAGES = {
     "fp8_dist": "Converting and training",
     "fp8_dist.fsdp": "FSDP2",
@@ -36,7 +35,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)(#[^)]*)?\)")
 
 
 def staged(page: Path) -> str:
-    """The text of a page with links as the site has them: to other pages; else as plain text."""
+    """The text of a page for the site, where only links to pages of the site remain links."""
 
     def link(match: re.Match[str]) -> str:
         text, target, anchor = match.groups()
@@ -51,8 +50,8 @@ def staged(page: Path) -> str:
 
 
 def public_names(package: str) -> dict[str, Any]:
-    """The objects of a package's ``__all__``, by name; first those that the pages use most."""
-    with mock(["torchtitan"]):  # which has an environment of its own
+    """The objects of a package's ``__all__``, by name, sorted by how often the pages use them."""
+    with mock(["torchtitan"]):  # it is installed in its own environment
         module = import_module(package)
     texts = [page.read_text() for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"))]
     uses = Counter(re.findall(r"\w+", " ".join(texts)))
@@ -61,7 +60,7 @@ def public_names(package: str) -> dict[str, Any]:
 
 
 def api_page(package: str, title: str) -> str:
-    """A page with the docstring of every public name of a package."""
+    """A page with the docstrings of all public names of a package."""
     lines = [f"# {package}: {title}", "", "```{eval-rst}"]
     lines += [f".. automodule:: {package}", "   :no-members:", ""]
     for name, value in public_names(package).items():
@@ -93,7 +92,7 @@ def contents(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def build(target: Path) -> int:
-    """Build the site in a folder; returns Sphinx's exit status."""
+    """Build the site in a folder, and return Sphinx's exit status."""
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder)
         (source / "api").mkdir()

@@ -1,4 +1,4 @@
-"""Settings of Sphinx; `scripts.site` stages the sources."""
+"""Settings of Sphinx, for the sources that `scripts.site` writes."""
 
 from sphinx.application import Sphinx
 
@@ -21,7 +21,7 @@ myst_heading_anchors = 4
 
 
 def _skips(app: Sphinx, what: str, name: str, obj: object, skip: bool, options: object) -> bool:
-    """Whether to leave a member out: the fields of named tuples stand in the class's docstring."""
+    """Whether to skip a member: docstrings of named tuples already describe their fields."""
     return skip or str(obj.__doc__).startswith("Alias for field number")
 
 

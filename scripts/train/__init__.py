@@ -1,1 +1,1 @@
-"""Trains the reference Llama, and compares runs."""
+"""Commands that train the reference Llama and compare runs."""

@@ -1,8 +1,8 @@
-"""Checkpoints of a training run: complete, or not there.
+"""Checkpoints of a training run, which are never incomplete.
 
-The state goes through DCP (torch.distributed.checkpoint): every rank writes its shards, and any
-mesh can load them. A checkpoint is written into a hidden folder, which is renamed when all ranks
-have written, so that a folder with the final name is complete. All ranks see one file system.
+DCP (torch.distributed.checkpoint) saves the state: every rank writes its shards, and any mesh can
+load them. They are written to a hidden folder, which is renamed once all ranks have written, so a
+folder with the final name is complete. All ranks must share a file system.
 """
 
 import shutil
@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from fp8_dist import Float8State
 from scripts.train.options import checkpoints_in
 
-KEPT = 2  # the newest ones
+KEPT = 2  # the newest checkpoints; older ones are deleted
 
 
 def save(root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Writes the checkpoint after `step`, and deletes old ones; all ranks call it."""
+    """Write the checkpoint after `step`, and delete old ones; called on all ranks."""
     path = root / f"step-{step:08d}"
     unfinished = root / f".{path.name}.unfinished"
-    if dist.get_rank() == 0:  # before others write: DCP plans together first
+    if dist.get_rank() == 0:  # before others write, because DCP first plans on all ranks
         shutil.rmtree(unfinished, ignore_errors=True)
     writer = FileSystemWriter(unfinished, sync_files=True)
     dcp.save(_state_of(model, optimizer), storage_writer=writer)
@@ -38,10 +38,10 @@ def save(root: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def load_newest(root: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Continues a model and its optimizer, on any mesh, from the newest checkpoint.
+    """Load the newest checkpoint into a model and its optimizer, on any mesh.
 
     Returns:
-        The step that it was taken after; 0 if there is none.
+        The step after which it was written; 0 if there is no checkpoint.
     """
     newest = [next(iter(checkpoints_in(root).items()), None)]
     dist.broadcast_object_list(newest)  # what rank 0 sees

@@ -1,4 +1,4 @@
-"""Compares runs of scripts.train.train with a bf16 run: bytes on the wire, losses, a report.
+"""Compare runs of scripts.train.train with a bf16 run: communicated bytes, losses, verdicts.
 
 python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 """
@@ -19,10 +19,10 @@ MAX_FRACTION_OF_FIRST = 0.7
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read a run of scripts.train.train: losses, speed, bytes of one step's collectives.
+    """Read a run of scripts.train.train: losses, speed, bytes of the collectives of one step.
 
     Raises:
-        SystemExit: a file is missing or cut off, or steps are missing.
+        SystemExit: a file is missing or truncated, or steps are missing.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -33,7 +33,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
     candidates = import_module("scripts.common.candidates")
-    # The very last step ran under the audit, which takes time of its own.
+    # The very last step is left out, because the audit slowed it down.
     speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
     wire = dict.fromkeys(config.get(f"{kind}_transport") for kind in ("gradient", "reduce"))
     sums = "|".join(filter(None, wire))
@@ -54,7 +54,7 @@ def last_loss(run: dict[str, Any]) -> float:
 
 
 def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
-    """Returns what is wrong with `run`. (Conditions are such that a NaN is a problem too.)"""
+    """List what is wrong with `run`. (The conditions are written so that NaN is a problem too.)"""
     wrong = []
     if not abs(loss_difference(baseline, run)) <= MAX_DIFFERENCE:
         wrong.append(f"the losses differ by more than {MAX_DIFFERENCE:.0%}")
@@ -62,7 +62,7 @@ def problems(baseline: dict[str, Any], run: dict[str, Any]) -> list[str]:
         if not last_loss(compared) < MAX_FRACTION_OF_FIRST * compared["losses"][0]:
             below = f"{MAX_FRACTION_OF_FIRST:.0%} of its first loss"
             wrong.append(f"{compared['name']} did not get below {below}")
-    # A run that gathers anything gathers float8, if its recipe can.
+    # If its recipe supports that, a run that gathers anything must gather float8.
     if run["gathers_float8"] and run["all_gather_bytes"] and not run["float8_bytes"]:
         wrong.append(f"{run['name']} communicated nothing in float8")
     return wrong
@@ -74,7 +74,7 @@ def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
 
 
 def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
-    """Renders the comparison and its verdicts for people."""
+    """The comparison and its verdicts as text."""
     of = f"of {baseline['name']}'s"
     head = ["bytes of a step", "gathers", of, "all collectives", of, "first loss"]
     head += [f"mean of last {LAST_STEPS}", f"above {baseline['name']}'s", "tokens/s"]
@@ -94,12 +94,12 @@ def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
 
 
 def share(size: int, whole: int) -> tuple[str, str]:
-    """Bytes, and their share of others. (One rank sends none.)"""
+    """Bytes, and their ratio to those of the baseline, which are 0 on a single rank."""
     return f"{size:,}", f"{size / whole:.3f}" if whole else ""
 
 
 def verdict(baseline: dict[str, Any], run: dict[str, Any]) -> str:
-    """Renders the verdict on one run for people."""
+    """The verdict on one run as text."""
     if wrong := "; ".join(problems(baseline, run)):
         return f"{run['name']}: NOT AS EXPECTED: {wrong}"
     return (

@@ -1,4 +1,4 @@
-"""Trains a small model in variants that differ in one thing, from several seeds; compares losses.
+"""Train variants of a small model that differ in one thing, from several seeds; compare losses.
 
     python -m scripts.train.compare_seeds --assert
     python -m scripts.train.compare_seeds --of gradients --steps 500 --assert
@@ -7,12 +7,11 @@
     python -m scripts.train.compare_seeds --of experts --steps 500 --assert
     python -m scripts.train.compare_seeds --of four-bits --steps 1000 --assert
 
-Variants are recipes beside bf16, one process each, of the debug Llama or of a mixture of experts;
-mxfp8 and blockwise with weights in e4m3 and in MXFP4, here at two learning rates;
-transports of FSDP2's gradients, in 8 micro-batches, whose bits do not depend on the number of
-ranks, after a backward in bf16 or, with fp32-compute, in fp32; or those of tensor parallelism's
-sums on 2 ranks, in tensorwise. The runs of one seed have the same weights and data. Each is a run
-of scripts.train.train, one thread for each rank, --jobs of them at a time. They stay in --out.
+--of recipes and --of experts compare recipes with bf16, in the debug Llama and in a mixture of
+experts; four-bits compares weights in e4m3 and in MXFP4; gradients and fp32-compute compare
+transports of FSDP2's gradients, after a backward in bf16 and in fp32 (in 8 micro-batches, so that
+the bits don't depend on the number of ranks); tensor-parallel compares transports of sums over tp.
+Runs of one seed have the same weights and data. Each is a run of scripts.train.train in --out.
 """
 
 import argparse
@@ -41,12 +40,12 @@ LAST_STEPS = 50
 TRAIN = ("steps", "batch_size", "seq_len", "lr")  # options that every run gets
 FP32, REDUCE_SCATTER = "fp32", "reduce-scatter"  # torch's
 
-# The losses of all steps of each seed's run, by variant.
+# By variant, the losses of all steps of each seed's run.
 Losses = Mapping[str, list[list[float]]]
 
 
 class Limit(NamedTuple):
-    """Largest distance of a variant's loss to another's: in %, or two standard errors if more."""
+    """The largest distance of two variants' losses: `most` %, or two standard errors if larger."""
 
     variant: str
     reference: str
@@ -57,10 +56,10 @@ class Comparison(NamedTuple):
     """Runs that differ in one thing.
 
     Attributes:
-        variants: options of scripts.train.train by name, where True is a flag. The first one is the
-            reference of the table.
-        limits: of `--assert`.
-        ranks: of each run, started by torchrun; 1: a process without it.
+        variants: options of scripts.train.train by name of the variant; True makes an option a
+            flag. The first variant is the reference of the table.
+        limits: the conditions of `--assert`.
+        ranks: the ranks of each run, which torchrun starts; 1: one process, without torchrun.
     """
 
     variants: Mapping[str, Mapping[str, Any]]
@@ -70,7 +69,7 @@ class Comparison(NamedTuple):
 
 IN_BF16: dict[str, Any] = {"recipe": BF16}
 IN_FP32 = IN_BF16 | {"compute": "fp32"}
-IN_PARTS = {"micro_batches": 8}  # one rank has the bits of all numbers of ranks
+IN_PARTS = {"micro_batches": 8}  # so that one rank has the same bits as several
 OVER_TP: dict[str, Any] = {"recipe": "tensorwise", "tp": 2}
 COMPARISONS = {
     "recipes": Comparison(
@@ -92,7 +91,7 @@ COMPARISONS = {
         },
         [Limit(f"{recipe}, mxfp4", recipe, 1.0) for recipe in ("mxfp8", "blockwise")],
     ),
-    # (Without bf16: it does not round gradients of a backward in bf16.)
+    # (Not with bf16 transport, which does not round gradients of a bf16 backward.)
     "gradients": Comparison(
         {how: IN_PARTS | IN_BF16 | {"gradient_transport": how} for how in (FP32, "float8")},
         [Limit("float8", FP32, 0.5)],
@@ -101,7 +100,7 @@ COMPARISONS = {
         {how: IN_PARTS | IN_FP32 | {"gradient_transport": how} for how in (FP32, "bf16")},
         [Limit("bf16", FP32, 0.3)],
     ),
-    # (Without bf16: the sum of two bf16 numbers has the same bits in either way.)
+    # (Not with bf16 transport: the sum of two bf16 numbers has the same bits either way.)
     "tensor-parallel": Comparison(
         {REDUCE_SCATTER: OVER_TP, "float8": OVER_TP | {"reduce_transport": "float8"}},
         [Limit("float8", REDUCE_SCATTER, 0.5)],
@@ -121,8 +120,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--seeds", type=positive, default=5, help="runs of each variant, at least 2")
     add("--batch-size", type=positive, default=8, help="rows of a batch")
     add("--seq-len", type=positive, default=64, help="tokens (bytes) per row")
-    # With so few tokens per step scripts.train.train's 1e-3 is at the edge of stability, where runs
-    # that differ in a rounding drift apart, and twice as far as with this one.
+    # With so few tokens per step, the default of scripts.train.train (1e-3) is at the edge of
+    # stability: runs that differ by a rounding drift apart twice as far as with this rate.
     add("--lr", type=float, default=5e-4, help="peak of the learning rate")
     add("--jobs", type=positive, help="runs at a time; default: as many as there are cores for")
     add("--out", type=Path, default=Path("runs/seeds"), help="folder of the runs; %(default)s")
@@ -141,7 +140,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 
 def losses_of(args: argparse.Namespace) -> Losses:
-    """Trains every variant from every seed, `--jobs` runs at a time: one seed after the other."""
+    """Train every variant from every seed, one seed after the other, `--jobs` runs at a time."""
     variants = COMPARISONS[args.of].variants
     names = [name for i, name in enumerate(variants) if i == 0 or name in args.only]
     with ThreadPoolExecutor(args.jobs) as pool:
@@ -152,7 +151,7 @@ def losses_of(args: argparse.Namespace) -> Losses:
         ]
         try:
             for future in tqdm(as_completed(run for _, run in runs), total=len(runs), unit="run"):
-                future.result()  # an error ends it all
+                future.result()  # the first error ends the comparison
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -160,10 +159,10 @@ def losses_of(args: argparse.Namespace) -> Losses:
 
 
 def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
-    """Trains a variant, and returns the loss of every step.
+    """Train a variant, and return the loss of every step.
 
     Raises:
-        SystemExit: the run did not end well.
+        SystemExit: the run failed.
     """
     compared = COMPARISONS[args.of]
     out = args.out / args.of / f"{name.replace(', ', '_').replace(' ', '_')}-{seed}"
@@ -176,7 +175,7 @@ def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
     for option, value in {**given, **compared.variants[name]}.items():
         text = f"--{option.replace('_', '-')}"
         command.append(text if value is True else f"{text}={value}")
-    # Ranks of one machine need an address that they can reach.
+    # gloo needs an address that it can reach. The ranks share a machine, so loopback will do.
     loopback = import_module("scripts.common.ranks").LOOPBACK
     address = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
     environment = os.environ | address | {"OMP_NUM_THREADS": str(args.threads)}
@@ -187,24 +186,24 @@ def train(args: argparse.Namespace, name: str, seed: int) -> list[float]:
 
 
 def last_loss(losses: list[float]) -> float:
-    """The mean of the last steps, or of all if there are fewer."""
+    """The mean loss of the last `LAST_STEPS` steps, or of all if there are fewer."""
     return statistics.fmean(losses[-LAST_STEPS:])
 
 
 def differences(losses: Losses, variant: str, reference: str) -> list[float]:
-    """Differences of the last losses of two variants, in %, by seed."""
+    """The relative differences of the last losses of two variants, in %, by seed."""
     pairs = zip(losses[variant], losses[reference], strict=True)
     return [100 * (last_loss(one) / last_loss(other) - 1) for one, other in pairs]
 
 
 def standard_error(percent: Sequence[float]) -> float:
-    """The standard error of the mean of differences. (statistics.stdev fails where one is NaN.)"""
+    """The standard error of the mean of differences. (statistics.stdev fails if one is NaN.)"""
     mean, count = statistics.fmean(percent), len(percent)
     return math.sqrt(sum((value - mean) ** 2 for value in percent) / (count - 1) / count)
 
 
 def results_table(losses: Losses) -> str:
-    """The mean loss of each variant and its difference to the first one."""
+    """A table of the mean loss of each variant, and its difference from the first one."""
     reference, lines = next(iter(losses)), []
     for variant, runs in losses.items():
         cells = ["", "", ""]

@@ -1,4 +1,4 @@
-"""The options of a training run, with all checks of them."""
+"""The options of a training run, and all checks of them."""
 
 import argparse
 import math
@@ -57,17 +57,17 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
 def parse_options(
     parser: argparse.ArgumentParser, argv: list[str] | None, world_size: int | None = None
 ) -> argparse.Namespace:
-    """Parses and checks the options.
+    """Parse and check the options.
 
-    Errors end the process with status 2, on every rank alike.
+    Errors end the process with status 2, on all ranks alike.
 
     Args:
-        parser: of `make_parser`, perhaps with other defaults.
-        argv: None: the process's own arguments.
-        world_size: how many ranks there are; None: as torchrun says, else 1.
+        parser: a parser from `make_parser`; its defaults may have been changed.
+        argv: the arguments; None: those of the process.
+        world_size: the number of ranks; None: the WORLD_SIZE that torchrun sets, else 1.
 
     Returns:
-        The options, defaults filled in, with the text as `corpus`.
+        The options with defaults filled in, and with the text as `corpus`.
     """
     args = parser.parse_args(argv)
     if world_size is None:
@@ -80,7 +80,7 @@ def parse_options(
     args.out = args.out or Path("runs") / named
     for problem in problems(args, world_size):
         parser.error(problem)
-    args.recipe = named  # as a candidate, so that no run has another format than its name
+    args.recipe = named  # the candidate's name, which includes the weight format
     del args.weight_format
     try:
         args.corpus = load_corpus(args.data, seq_len=args.seq_len)
@@ -90,13 +90,13 @@ def parse_options(
 
 
 def checkpoints_in(root: Path) -> dict[int, Path]:
-    """The checkpoints in a folder, by step, the newest first."""
+    """The checkpoints in a folder by step, the newest first."""
     paths = sorted(root.glob("step-*"), reverse=True)
     return {int(path.name.removeprefix("step-")): path for path in paths}
 
 
 def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
-    """What is wrong with the options; the first one counts."""
+    """Yield what is wrong with the options. (Only the first is reported.)"""
     if args.warmup < 0:
         yield f"--warmup must not be negative, got {args.warmup}"
     if not (args.lr > 0 and math.isfinite(args.lr)):
@@ -140,7 +140,7 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
 
 
 def problems_of_experts(args: argparse.Namespace, experts: int) -> Iterator[str]:
-    """What a mixture of so many experts can't do."""
+    """Yield the options that a mixture of this many experts does not support."""
     if args.recipe not in (known := (BF16, *get_args(ExpertsRecipe))):
         yield f"--recipe {args.recipe} is not for experts: use one of {', '.join(known)}"
     if experts % (args.ep * args.tp):

@@ -1,12 +1,12 @@
-"""Trains a small Llama in bf16 and in float8, from the same seed, and compares the runs.
+"""Train a small Llama in bf16 and in float8, from the same seed, and compare the runs.
 
-A third run sends gradients, and the sums of tensor parallelism, in float8 too.
+A third run also sends gradients, and the sums of tensor parallelism, in float8.
 
-Takes the options of scripts.train.train, for all runs, with defaults of its own: four ranks on
-this machine, FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is
-the float8 recipe that is compared with bf16. With transports, the float8 run has these, and there
-is no third. --out (runs/quickstart in the repository) is the folder of the comparison; each run has
-its own folder in it.
+Takes the options of scripts.train.train, which apply to all runs. The default is four ranks on this
+machine: FSDP2 (--dp 2) x tensor parallelism with sequence parallelism (--tp 2). --recipe is the
+float8 recipe to compare with bf16. If transports are given, the float8 run uses them, and there is
+no third run. --out (default: runs/quickstart in the repository) gets a folder for each run, and the
+comparison.
 """
 
 import sys
@@ -24,7 +24,7 @@ DEFAULTS = {
     "dp": 2,
     "tp": 2,
     "recipe": "tensorwise",
-    # Fewer tokens in a step than by default: it is soon over, and weights have a larger share.
+    # Fewer tokens per step than by default: steps are short, and weights are more of the bytes.
     "batch_size": 8,
     "seq_len": 96,
     "steps": 120,
@@ -35,7 +35,7 @@ NO_TRANSPORTS = {"gradient_transport": None, "reduce_transport": None}
 
 
 def parse_args(argv: list[str]) -> Namespace:
-    """Checks the options once, before any rank starts; errors end the process with status 2."""
+    """Check the options once, before any rank starts; errors end the process with status 2."""
     parser = make_parser("quickstart.sh", __doc__)
     parser.set_defaults(**DEFAULTS)
     asked = parser.parse_args(argv)
@@ -47,7 +47,7 @@ def parse_args(argv: list[str]) -> Namespace:
 
 
 def runs_of(args: Namespace) -> list[Namespace]:
-    """The options of each run; the bf16 run reduces as torch does."""
+    """The options of each run. The bf16 run has no transports."""
     changes: dict[str, dict[str, Any]] = {BF16: NO_TRANSPORTS | {"recipe": BF16}, args.recipe: {}}
     given = args.gradient_transport or args.reduce_transport
     if not given and args.model != "moe" and args.dp > 1 and args.tp > 1:
@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
         print(f"== training: {run.out.name}, dp {args.dp} x tp {args.tp}", flush=True)
         run_on_ranks(ranks, train_run.train_rank, run, device=device.type)
     print("== comparing", flush=True)
-    # The verdict decides the exit status only for the run it is made for: other options may train
-    # too shortly to learn anything.
+    # The verdict decides the exit status only with the default options: other runs may be too
+    # short to learn anything.
     asserted = [] if argv else ["--assert"]
     return compare.main([*(str(run.out) for run in runs), "--out", str(args.out), *asserted])
 

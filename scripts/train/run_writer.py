@@ -1,4 +1,4 @@
-"""Files that a run of scripts.train.train leaves in its folder, and lines that it prints."""
+"""The files that scripts.train.train writes to the folder of a run, and the lines it prints."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from fp8_dist.debug import CommAudit, Float8Stats
 from fp8_dist.report import RunWriter
 
 UNITS = {"loss": "nats per byte"}
-# What `memory_bytes` in metrics.jsonl means, by the kind of device; config.json says which.
+# The meaning of `memory_bytes` in metrics.jsonl by type of device, for config.json.
 MEMORY = {
     "cuda": "rank 0: largest memory allocated on its GPU since the line before",
     "cpu": "rank 0: resident memory of the process at the end of the step",
@@ -27,13 +27,13 @@ def run_writer(
     reason: str,
     first: int,
 ) -> RunWriter:
-    """Prints what is trained, and where, and begins the folder of the run; for all ranks.
+    """Print what is trained, and where, and create the folder of the run; called on all ranks.
 
-    config.json has the options, `float8_layers` by name, `memory`: what `memory_bytes` of
-    metrics.jsonl means, and versions.
+    config.json has the options, the names of `float8_layers`, `memory` (the meaning of
+    `memory_bytes` in metrics.jsonl), and versions.
 
-    reason: why the device is not a GPU, "" if there is nothing to say. first: the first step that
-    will be written.
+    reason: why the device is not a GPU; "" if there is nothing to explain. first: the first step
+    that will be written.
     """
     corpus = args.corpus
     parameters = sum(p.numel() for p in model.parameters())
@@ -54,7 +54,7 @@ def run_writer(
         "float8_layers": list(float8_layers(model)),
         "memory": MEMORY[device.type],
     }
-    # What an earlier run left goes first: half of a run must not look like a whole one.
+    # Delete files of an earlier run first: an unfinished run must not look like a finished one.
     if dist.get_rank() == 0:
         (args.out / "comm.txt").unlink(missing_ok=True)
     return RunWriter(
@@ -63,7 +63,7 @@ def run_writer(
 
 
 def write_audit(writer: RunWriter, audit: CommAudit) -> None:
-    """Prints and writes the collectives of the audited (last) step, on rank 0."""
+    """Print and write the collectives of the audited (last) step, on rank 0."""
     writer.log_audit(audit)
     if dist.get_rank() == 0:
         table = audit.table()
@@ -72,7 +72,7 @@ def write_audit(writer: RunWriter, audit: CommAudit) -> None:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of this process; see `MEMORY`. On CUDA the peak starts anew."""
+    """The memory of this process, as `MEMORY` describes. On CUDA the peak is reset."""
     if device.type == "cpu":
         return psutil.Process().memory_info().rss
     peak = torch.cuda.max_memory_allocated(device)

@@ -1,9 +1,9 @@
 """torchtitan 0.3 on CPU ranks: ``torchrun -m scripts.train.torchtitan_cpu --config NAME ...``.
 
-torchtitan is made for GPUs. This gives it a CPU's device module, does without what gloo and torch
-2.13 lack, and trains the debug model on the bytes of Python's own source in place of tokens. At the
-end rank 0 prints the collectives of the last step. docs/torchtitan.md has the commands that install
-what it needs.
+torchtitan expects GPUs. This script gives it a device module for CPUs, works around features that
+gloo and torch 2.13 lack, and trains the debug model on bytes of Python source instead of tokens. At
+the end rank 0 prints the collectives of the last step. For the required packages see
+docs/torchtitan.md.
 """
 
 import functools
@@ -41,7 +41,7 @@ def cpu_device_module() -> Any:
     return module
 
 
-# Before torchtitan's other modules take them from there.
+# Before torchtitan's other modules import these names.
 titan_utils.device_type, titan_utils.device_module = "cpu", cpu_device_module()
 if not hasattr(dist, "set_timeout"):
     dist.set_timeout = lambda *args, **kwargs: None  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ from scripts.common.gloo import leave, use_one_thread_per_group  # noqa: E402
 
 
 class Bytes(BaseDataLoader):
-    """Pieces of a text, by data-parallel rank and step."""
+    """Random pieces of a text, which depend on the data-parallel rank and the step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -95,7 +95,7 @@ class Bytes(BaseDataLoader):
 
 
 class NoTokenizer(BaseTokenizer):
-    """The text is bytes."""
+    """A placeholder: the dataloader yields bytes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -115,7 +115,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 def on_cpu(config: Any) -> Any:
-    """A trainer's config, small and without what needs files or a GPU."""
+    """Change a trainer's config to small sizes, and to nothing that needs files or a GPU."""
     attentions = list(config.model_spec.model.traverse(FlexAttention.Config))
     for _, _, parent, name in attentions:
         setattr(parent, name, ScaledDotProductAttention.Config())
@@ -130,28 +130,28 @@ def on_cpu(config: Any) -> Any:
 
 
 def llama3_debugmodel_encoded() -> Any:
-    """Gradients of FSDP2 and sums of tensor parallelism travel in float8, too."""
+    """The debug Llama that also sends gradients and sums of tensor parallelism in float8."""
     config = config_registry.llama3_debugmodel()
     encoded = {"gradient_transport": "float8", "reduce_transport": "float8"}
     return on_cpu(with_float8(config, "tensorwise", **encoded))
 
 
 def qwen3_moe_debug_float8() -> Any:
-    """A small mixture of experts, whose experts and linear layers are in float8."""
+    """A small mixture of experts, with experts and linear layers in float8."""
     config = qwen3_registry.qwen3_moe_debug()
     config.model_spec.model.layers[2:] = []
     return with_float8(on_cpu(config), "rowwise_folded", experts_recipe="rowwise_folded")
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """Other configs, by the names of torchtitan's, and of fp8_dist's plug-in."""
+    """Look up configs of torchtitan and of fp8_dist's plug-in by their names."""
     registry = config_registry if hasattr(config_registry, name) else float8_registry
     make = getattr(registry, name)
     return lambda: on_cpu(make())
 
 
 def audited(train_step: Callable[..., Any]) -> Callable[..., Any]:
-    """The last step under an audit, whose table rank 0 prints."""
+    """Wrap a train step to audit the last one and print the table on rank 0."""
 
     def step(self: Any, batches: Any) -> Any:
         if self.step < STEPS:
@@ -166,7 +166,7 @@ def audited(train_step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summed(disable_division: Callable[..., None]) -> Callable[..., None]:
-    """Gradients as sums: gloo has no PREMUL_SUM."""
+    """Make FSDP2 reduce gradients with SUM as well, because gloo has no PREMUL_SUM."""
 
     def disable(model: torch.nn.Module) -> None:
         disable_division(model)

@@ -1,14 +1,14 @@
-"""Trains the reference Llama on text, in bf16 or with float8 GEMMs and communication.
+"""Train the reference Llama on text, in bf16 or with float8 GEMMs and communication.
 
     torchrun --nproc-per-node 4 -m scripts.train.train --recipe tensorwise --dp 2 --tp 2
     torchrun --nproc-per-node 4 -m scripts.train.train --model moe --recipe mxfp8 --dp 2 --ep 2
 
-Byte-level language modelling. Masters and optimizer state are fp32. What is not in float8 computes
-in bf16, in every recipe, unless --compute says fp32. With the same --seed, --batch-size and
+Byte-level language modelling. Master weights and optimizer state are fp32. All computation outside
+of float8 GEMMs is in bf16, or, with --compute fp32, in fp32. With the same --seed, --batch-size and
 --seq-len, runs of all recipes and meshes start from the same weights and see the same data. Runs on
-CUDA with NCCL, or on CPUs with gloo; without torchrun it is a single process. With
---checkpoint-every the run can be continued by --resume auto. With --micro-batches and
---gradient-transport its bits do not depend on --dp, so it may also be continued on another number.
+CUDA with NCCL, or on CPUs with gloo; without torchrun it is a single process. A run with
+--checkpoint-every can be continued by --resume auto. With --micro-batches and --gradient-transport
+the bits do not depend on --dp, which may then differ when the run is continued.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from scripts.train.options import make_parser, parse_options
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Parses and checks the options; errors end the process with status 2, on every rank alike."""
+    """Parse and check the options; errors end the process with status 2, on all ranks alike."""
     return parse_options(make_parser("scripts.train.train", __doc__), argv)
 
 

@@ -32,8 +32,8 @@ MAX_GRAD_NORM = 1.0
 class Trainer:
     """A model, its optimizer and its data; `step` makes one training step.
 
-    FSDP2 shards also over a dp axis of one rank: fp32 masters with bf16 compute then come about the
-    same way on every mesh, and float8 weights are cast from the masters.
+    FSDP2 is applied even if the dp axis has one rank. So on every mesh it casts the fp32 masters to
+    the compute dtype, and float8 weights are cast from the masters.
     """
 
     def __init__(self, args: argparse.Namespace, mesh: DeviceMesh, device: torch.device) -> None:
@@ -68,16 +68,16 @@ class Trainer:
             lr=args.lr,
             betas=(0.9, 0.95),
             weight_decay=0.1,
-            # On CPUs a fused step computes the last elements of a shard in another way.
+            # On CPUs a fused step computes the last elements of a shard differently.
             fused=args.micro_batches is None,
         )
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Trains on the batch of `step`, counted from 1.
+        """Train on the batch of `step`, counted from 1.
 
         Returns:
-            Numbers whose sum over all data-parallel ranks is the mean loss, fp32 `[n]`, and the
-            norm of the whole gradient before clipping, an fp32 scalar, both on the device.
+            Terms of the mean loss, fp32 `[n]`, to be summed over all data-parallel ranks; and the
+            norm of the full gradient before clipping, an fp32 scalar. Both are on the device.
         """
         count, losses = self.args.micro_batches, torch.zeros(1, device=self.device)
         if count is None:
@@ -96,9 +96,9 @@ class Trainer:
         return losses, grad_norm
 
     def backward(self, step: int, part: int, parts: int, weight: float = 1.0) -> Tensor:
-        """Computes gradients of a part of the batch of `step`; returns its share of the loss.
+        """Compute gradients for a part of the batch of `step`, and return its share of the loss.
 
-        With `--micro-batches` gradients are sums over parts, else means over ranks.
+        With `--micro-batches` gradients are sums over parts, otherwise means over ranks.
         """
         args = self.args
         inputs, targets = args.corpus.batch(
@@ -121,25 +121,25 @@ class Trainer:
         return float(args.lr * learning_rate_factor(step - 1, args.warmup, args.steps))
 
     def whole_loss(self, losses: Tensor) -> float:
-        """Sums what `step` returned over the data-parallel ranks."""
+        """The mean loss: sum the losses of `step` over the data-parallel ranks."""
         dist.all_reduce(losses, group=self.dp.get_group())
         return losses.double().sum().item()
 
 
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
-    """Factor of the peak learning rate at a step, from 0: up linearly, then down to almost 0."""
+    """The factor of the peak learning rate at a step (from 0): linear warmup, then linear decay."""
     if step < warmup:
         return (step + 1) / warmup
     return (steps - step) / max(steps - warmup, 1)
 
 
 def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:
-    """Runs the steps; rank 0 shows progress and writes the files of `--out`.
+    """Run the steps. Rank 0 shows progress and writes the files of `--out`.
 
     Args:
         args: the options.
-        device: where the model is.
-        reason: why the device is not a GPU, for people.
+        device: the device of the model.
+        reason: why the device is not a GPU, to be printed.
     """
     experts = {"ep": args.ep} if args.ep > 1 else {}
     axes = {"dp": args.dp, **experts, "tp": args.tp}
@@ -161,7 +161,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         recorder = record(trainer.model, args.out / "recordings", layers=args.record)
     shown = {"initial": done, "total": args.steps, "disable": not is_first}
     progress = tqdm(range(done + 1, args.steps + 1), args.recipe, unit="step", **shown)
-    audit = comm_audit(mesh)  # of the last step
+    audit = comm_audit(mesh)  # for the last step
     for step in progress:
         last = step == args.steps
         since = time.perf_counter()
@@ -172,7 +172,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
             losses, grad_norm = trainer.step(step)
         if is_first and stats is not None and len(stats.anomalies) > known:
             tqdm.write(f"anomaly: {summarized(stats.anomalies[known:])}")
-        # Reading the values waits for the device, so the clock stops after that.
+        # Reading the values waits for the device, so the clock is read after them.
         mean, norm = trainer.whole_loss(losses), grad_norm.item()
         speed = args.batch_size * args.seq_len / (time.perf_counter() - since)
         numbers = {"loss": mean, "tokens_per_second": speed, "grad_norm": norm}
@@ -180,7 +180,7 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
         writer.log(step, **numbers, memory_bytes=memory_bytes(device))
         progress.set_postfix_str(f"loss {mean:.3f}, {speed:.0f} tok/s", refresh=False)
         if last:
-            # Before the last checkpoint: a run that has it has nothing left to do.
+            # Before the last checkpoint: a run that is resumed from it writes nothing more.
             progress.update()
             progress.close()
             write_audit(writer, audit)
@@ -190,9 +190,9 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
 
 
 def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
-    """Returns this rank's device and, where GPUs are left unused, the reason ("" otherwise).
+    """Return this rank's device, and the reason if GPUs are left unused ("" otherwise).
 
-    Ranks that share a GPU cannot form an NCCL group: they all train on the CPU instead.
+    Ranks that share a GPU cannot form an NCCL group, so they all train on the CPU instead.
     """
     gpus = torch.cuda.device_count()
     if local_ranks <= gpus:
@@ -202,13 +202,13 @@ def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]
 
 
 def train_rank(args: argparse.Namespace) -> None:
-    """Trains as a rank of a default group."""
+    """Train as a rank of the default group."""
     train(args, *choose_device(dist.get_rank(), dist.get_world_size()))
 
 
 @contextmanager
 def process_group() -> Iterator[tuple[torch.device, str]]:
-    """Joins the ranks that torchrun started, or makes a world of one; yields `choose_device`."""
+    """Join the ranks of torchrun, or create a group of one; yield the result of `choose_device`."""
     device, reason = choose_device(
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
@@ -218,7 +218,7 @@ def process_group() -> Iterator[tuple[torch.device, str]]:
     store, rank, ranks = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
         store, rank, ranks = next(dist.rendezvous("env://"))
-        # torchrun keeps one store for all its restarts: gloo would connect to ranks that are gone.
+        # torchrun keeps one store for all restarts, where gloo would find ranks that have ended.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt/{attempt}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -1,4 +1,4 @@
-"""torch.compile of layers, and of whole blocks as FSDP2 users do it, without graph breaks."""
+"""torch.compile of layers, and of whole blocks as is usual with FSDP2, without graph breaks."""
 
 import copy
 import math
@@ -47,14 +47,14 @@ full_tier = pytest.mark.full
 
 
 class Steps(NamedTuple):
-    """Three steps of compiled blocks beside those of eager ones.
+    """Three steps of compiled blocks, compared with eager blocks.
 
     Attributes:
         differ: the results of the third step whose bits differ.
         worst: the smallest SQNR of a result.
-        rows: what the third step communicates, by block: of eager code, of compiled code.
-        graphs: by op, what runs in the graphs of the third step (with the backend "counting").
-        graph_bytes: bytes of the collectives among that.
+        rows: the collectives of the third step, by block: in eager code, and in compiled code.
+        graphs: counts of ops in the graphs of the third step (with the backend "counting").
+        graph_bytes: the bytes of the collectives in these graphs.
     """
 
     differ: list[str]
@@ -74,7 +74,7 @@ def compiled_steps(
     for compiled in (False, True):
         world = Distributed(dp, tp, shard=False, config=config)
         if model_is == LOCAL:
-            gather_config = world.net.layers[0].w1.config  # with float8 gathers, where FSDP2 shards
+            gather_config = world.net.layers[0].w1.config  # with float8 gathers if FSDP2 shards
             world.net = local_net(world.mesh["tp"], gather_config, True)
         graphs, model = Graphs(world.mesh), blocks(world)
         if sharded_first:
@@ -108,7 +108,7 @@ def compiled_steps(
             {"output": output.detach(), "grad_input": leaf.grad}
             | {n: full(p.grad) for n, p in model.named_parameters()}
         )
-    # One graph serves both blocks, forward and backward, in all steps, also under an audit.
+    # One captured graph serves both blocks in all steps, also under an audit.
     assert (compilations.breaks, compilations.graphs) == (0, 1)
     if backend == "counting":
         assert graphs.made == {"forward": 1, "backward": 1}
@@ -123,10 +123,9 @@ def compiled_steps(
     )
 
 
-# Blocks that shards cut find their exponents in the step, where nothing was precomputed. Of a
-# layer's operands graphs find amaxes, and cast: inputs (w1 and w3 share one), gradients, and the
-# weights that FSDP2 does not gather in float8. One operator finds both amaxes of a folded
-# gradient's rows.
+# Without precompute, exponents of blocks that shards cut are computed in the step. Graphs compute
+# amaxes of, and cast, inputs (w1 and w3 share one), gradients, and weights that FSDP2 does not
+# gather in float8. One operator computes both amaxes of the rows of a folded gradient.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("dp", "tp", "recipe", "precompute", "backend", "model_is", "casts"),
@@ -155,7 +154,7 @@ def test_blocks(
         if backend == "counting":
             assert casts in (None, (steps.graphs["amax"], steps.graphs["quantize"]))
             assert steps.graphs["scaled_mm"] == 18
-            # (Rows travel with their scales as one message of bytes.)
+            # (Rows and their scales are sent as one message of bytes.)
             on_tp = sum(int(row[-2]) for row in steps.rows[0] if row[1] == "tp")
             beside = 6 * 4 if (dp, precompute) == (1, False) else 0  # the weights' amaxes
             assert steps.graph_bytes == on_tp - beside
@@ -164,8 +163,8 @@ def test_blocks(
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_blocks_with_inductor(ranks: RankPools) -> None:
-    # Its fusions round the operands of the casts of activations otherwise.
-    # New ranks: torch 2.13 can't lower the mesh of a graph that equals the mesh of an earlier one.
+    # Inductor's fusions round the inputs of activations' casts differently.
+    # New ranks, because torch 2.13 can't lower a mesh that equals the mesh of an earlier graph.
     ranks(2).close()
     arguments = (2, 1, "rowwise_folded", True, "inductor")
     for steps in ranks(2).run(compiled_steps, *arguments, timeout=240):
@@ -200,7 +199,7 @@ def test_a_cast_alone(backend: str, dim: int | None) -> None:
     ],
 )
 def test_a_layer_alone(backend: str, recipe: str) -> None:
-    """Steps with precompute (or sync) between some of them: the same bits, from one graph."""
+    """Steps, some of them after precompute (or sync), have the bits of eager code, in one graph."""
     compilations, graphs = Compilations(), Graphs()
     config = Float8LinearConfig.from_recipe_name(recipe)
     results = []
@@ -230,13 +229,13 @@ def test_a_layer_alone(backend: str, recipe: str) -> None:
     assert (compilations.breaks, compilations.graphs) == (0, 1)
     if backend == "counting":
         forward, backward = graphs.ops["forward"], graphs.ops["backward"]
-        # The backward casts the output gradient alone.
+        # The backward casts only the output gradient.
         assert (forward["quantize"], backward["quantize"]) == (2, int(recipe != "rowwise_folded"))
         assert forward["scaled_mm"] + backward["scaled_mm"] + backward["mm"] == 3
 
 
 def test_layers_that_were_compiled_before_the_conversion() -> None:
-    """The graph of a layer is of the class that it had, and is traced again."""
+    """After the conversion, a layer has another class, and is traced again."""
     layer, x = nn.Linear(32, 32), torch.randn(16, 32)
     plain = layer(x)
     layer.compile(backend="eager")
@@ -258,7 +257,7 @@ def test_layers_that_were_compiled_before_the_conversion() -> None:
 def test_casts_in_a_graph_have_the_bits_of_the_operators(
     dtype: torch.dtype, float8: torch.dtype
 ) -> None:
-    """Fused with what makes the tensor, whose values a graph keeps in fp32, they see rounded ones."""
+    """Casts see rounded values, even fused with the op that makes them, which computes in fp32."""
     both = [False, True]
 
     @torch.compile(fullgraph=True)
@@ -282,7 +281,7 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
     for value in (*torch.randn(10).tolist(), 0.0, 1e-13, 6e4, math.inf, math.nan):
         a, b = (torch.randn(32, 32).to(dtype) for _ in range(2))
         a[3, 5] = value
-        known = torch.rand(())  # of which some values are larger
+        known = torch.rand(())  # some values are larger
         weight = nn.Parameter(a, requires_grad=False)
         for x, x_amax, *copies in made(a, b, known, weight):
             expected = amax(x)
@@ -296,7 +295,7 @@ def test_casts_in_a_graph_have_the_bits_of_the_operators(
 def test_graphs_that_cast_by_themselves(
     tokens: int, dynamic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Graphs do so on GPUs; here they are told that the tensors are on one."""
+    """Graphs cast without operators on GPUs; here the checks for a GPU are replaced."""
     monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
     monkeypatch.setattr(dense, "rounds_to", lambda dtype, device: True)
     monkeypatch.setattr(recipes, "takes_transposed", lambda device: True)
@@ -312,9 +311,9 @@ def test_graphs_that_cast_by_themselves(
         results.append([output.detach(), x.grad, *(p.grad for p in layer.parameters())])
         layer.zero_grad()
     assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
-    # The weight has an amax, each other operand one of its rows, and then one of these.
+    # One amax op for the weight; two for each other operand: per row, then over all rows.
     assert (graphs.ops["forward"]["amax"], graphs.ops["backward"]["amax"]) == (3, 2)
-    # What has rows of zeros behind it, or may have, is cast by an operator.
+    # Operands that need, or may need, rows of zeros as padding are cast by an operator.
     odd = tokens % 16 > 0 or dynamic
     assert (graphs.ops["forward"]["quantize"], graphs.ops["backward"]["quantize"]) == (odd, odd)
 
@@ -326,7 +325,7 @@ GEMMS = {torch.ops.aten._scaled_mm.default: "torch's", multiply_operator.overloa
 @pytest.mark.parametrize(
     ("recipe", "tokens", "option", "expected"),
     [
-        ("tensorwise", 13, {}, {"torch's": 3}),  # transposed copies have rows of zeros
+        ("tensorwise", 13, {}, {"torch's": 3}),  # transposed copies are padded with zeros
         ("rowwise", 13, {}, {"torch's": 3}),
         ("rowwise_folded", 1, {}, {"torch's": 3}),
         ("tensorwise", 0, {}, {"ours": 3}),
@@ -342,7 +341,7 @@ def test_graphs_that_multiply_by_torchs_operator(
     expected: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Graphs do so on GPUs; here they are told that a CPU has a float8 GEMM."""
+    """Graphs do so on GPUs; here the check for a device's float8 GEMM is replaced."""
     monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
     torch._dynamo.reset()
     config, results = Float8LinearConfig.from_recipe_name(recipe), []
@@ -366,7 +365,7 @@ def test_graphs_that_multiply_by_torchs_operator(
 def test_a_product_of_torchs_operator_is_not_computed_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Selective checkpointing saves it."""
+    """Selective checkpointing saves the product."""
     monkeypatch.setattr(gemm, "device_has_float8_gemm", lambda device: True)
     torch._dynamo.reset()
     layer = Float8Linear(64, 48, dtype=torch.bfloat16)
@@ -383,7 +382,7 @@ def test_a_product_of_torchs_operator_is_not_computed_again(
 
 @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An operator finds them where rows are counted when the graph runs, and none may be there."""
+    """If the number of rows is unknown until run time, and may be 0, an operator finds amaxes."""
     monkeypatch.setattr(dense, "fuses_casts", lambda x: True)
     layer, x = Float8Linear(64, 48), torch.randn(8, 64)
     masked = torch.compile(lambda x, mask: layer(x[mask]), backend="aot_eager", fullgraph=True)
@@ -396,7 +395,7 @@ def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_passes_that_are_no_steps_leave_no_trace() -> None:
-    """(A graph can't tell which gradients autograd was asked for: that of the input counts.)"""
+    """(Graphs don't know which gradients were asked for, so a gradient of the input counts.)"""
 
     def compiled(net: nn.Module) -> Run:
         return torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -408,11 +407,11 @@ def test_passes_that_are_no_steps_leave_no_trace() -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8", "delayed", "fp32 blocks"])
 def test_a_layer_whose_batches_differ(recipe: str) -> None:
-    """One graph for all numbers of rows, once that is marked as dynamic."""
+    """Once the number of rows is marked as dynamic, one graph serves all numbers."""
     compilations = Compilations()
     layer = Float8Linear(64, 48, config=config_named(recipe))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    for rows in (144, 256, 135):  # several blocks, whole ones and others
+    for rows in (144, 256, 135):  # several blocks, with and without remainders
         x, results = torch.randn(rows, 64), []
         for run in (layer, compiled):
             leaf = x.clone().requires_grad_()
@@ -426,7 +425,7 @@ def test_a_layer_whose_batches_differ(recipe: str) -> None:
 
 
 def inside_ddp(compiled: bool) -> tuple[list[torch.Tensor], str]:
-    """Gradients, and the collectives of a step."""
+    """The gradients and the collectives of a step."""
     compilations = Compilations()
     net = convert_to_float8_training(Net(layers=1))
     if compiled:
@@ -448,7 +447,7 @@ def test_a_module_inside_ddp(ranks: RankPools) -> None:
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
 def test_nested_tensors(recipe: str, layout: torch.layout) -> None:
-    """In eager code and in graphs; the remedy in the message is one."""
+    """Nested tensors are refused in eager code and in graphs, and the proposed remedy works."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     net = nn.Sequential(nn.Linear(32, 48))
     (layer,) = convert_to_float8_training(net, config=config)

@@ -1,4 +1,4 @@
-"""autocast in compiled layers, and of inputs that a style casts."""
+"""autocast in compiled layers, and with inputs that a style casts."""
 
 import torch
 from autocast_steps import DTYPES, forward_and_backward, layer_of
@@ -11,7 +11,7 @@ from fp8_dist import float8_layers
 
 
 def test_compiled() -> None:
-    """One graph for each autocast dtype; the same bits."""
+    """There is one graph per autocast dtype, with the bits of eager code."""
     compilations = Compilations()
     layer = layer_of("tensorwise", bias=False)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
@@ -25,7 +25,7 @@ def test_compiled() -> None:
 
 @on_ranks(2)
 def test_inputs_that_a_style_casts() -> None:
-    """PrepareFloat8ModuleInput heeds autocast as the layers do, which get its float8 input."""
+    """PrepareFloat8ModuleInput respects autocast, like the layers that get its float8 input."""
     world = Distributed(1, 2, net_arguments={"layers": 1})
     dtypes: list[torch.dtype] = []
     for layer in float8_layers(world.net).values():
@@ -37,5 +37,5 @@ def test_inputs_that_a_style_casts() -> None:
     assert dtypes == [torch.bfloat16] * 3
     # The residual sum is fp32 again.
     assert {output.dtype, *(p.grad.dtype for p in world.net.parameters())} == {torch.float32}
-    # Parts of w2's output are rounded to bf16 before they are summed.
+    # w2's partial outputs are rounded to bf16 before they are summed.
     assert sqnr(world.mine(expected), output) > 45

@@ -1,4 +1,4 @@
-"""Activation checkpointing in graphs: what is computed and communicated a second time."""
+"""Activation checkpointing in graphs: which ops and collectives run a second time."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def test_compiled(recipe: str, mode: str) -> None:
 
 
 def compiled_counts(mode: str) -> tuple[Counter[str], list[CommRow]]:
-    """Ops and collectives in the graphs of a compiled step, which has the bits of an eager one."""
+    """Ops and collectives in the graphs of a compiled step, which has the bits of eager code."""
     compilations = Compilations()
     results: list[list[torch.Tensor]] = []
     for compiled in (False, True):
@@ -60,5 +60,5 @@ def test_graphs_repeat_no_collective_and_no_amax() -> None:
         compiled_counts, ("none", "selective")
     )
     assert same_collectives == collectives
-    # Casts are repeated, and nothing else.
+    # Only casts are repeated.
     assert {op for op in OPS if plain[op] != selective[op]} == {"quantize"}

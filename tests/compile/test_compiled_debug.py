@@ -1,4 +1,4 @@
-"""record, float8_stats and comm_audit of compiled models."""
+"""record, float8_stats and comm_audit with compiled models."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,7 +18,7 @@ from fp8_dist.debug import comm_audit, float8_stats, record
 def test_recorded_steps_run_eagerly_and_graphs_know_nothing_of_it(
     tmp_path: Path, recipe: str
 ) -> None:
-    """Compiled code has no operators and no guards for observers, and is not compiled anew."""
+    """Graphs have no operators and no guards for observers, and are not recompiled."""
     guards: list[str] = []
 
     def record_guards(entries: Any) -> list[bool]:
@@ -61,7 +61,7 @@ def test_audits_compile_nothing_anew() -> None:
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         if warm:
             compiled(torch.ones(2, 4)).sum().backward()
-        for _ in range(10):  # more than torch compiles one function
+        for _ in range(10):  # more often than torch would recompile a function
             with comm_audit():
                 compiled(torch.ones(2, 4)).sum().backward()
             compiled(torch.ones(2, 4)).sum().backward()

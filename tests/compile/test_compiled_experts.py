@@ -1,4 +1,4 @@
-"""Experts in one graph: the bits of eager code, forward and backward, on one device and on ranks."""
+"""Experts in one graph have the bits of eager code, on one device and on several ranks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,11 +40,11 @@ def trained(
 def wrong_in_graphs(
     layer: Layer, backend: str, group: dist.ProcessGroup | None = None
 ) -> tuple[set[str], int]:
-    """What differs from eager code in steps with other routes, and how many graphs were made."""
+    """The differences from eager code in steps with changing routes, and the number of graphs."""
     compilations, wrong = Compilations(), set()
-    # Inductor orders the sum for the gradient of the routing weights otherwise.
+    # Inductor uses another order in the sum for the gradient of the routing weights.
     frozen = ("probs",) if backend == "inductor" else ()
-    layer.ids = layer.ids.clone(memory_format=torch.contiguous_format)  # with the strides of others
+    layer.ids = layer.ids.clone(memory_format=torch.contiguous_format)  # strides as of later ids
     compiled = torch.compile(layer.output, backend=backend, fullgraph=True)
     for _ in range(3):
         found, expected = (trained(run, layer, group, frozen) for run in (compiled, layer.output))
@@ -75,7 +75,7 @@ def test_layer_on_ranks() -> tuple[set[str], int]:
 def test_grouped_linear() -> None:
     torch._dynamo.reset()
     x, w, bias = (torch.randn(s, requires_grad=True) for s in ((40, 64), (4, 32, 64), (4, 32)))
-    offs = torch.tensor([3, 3, 20, 31], dtype=torch.int32)  # the other rows belong to no expert
+    offs = torch.tensor([3, 3, 20, 31], dtype=torch.int32)  # later rows belong to no expert
     compiled, every = torch.compile(grouped_linear, backend="aot_eager", fullgraph=True), []
     for run in (grouped_linear, compiled):
         one, several = run(x, w, offs, None, bias), run(x, [w, w * 2], offs)
@@ -91,7 +91,7 @@ def test_grouped_linear() -> None:
 
 
 class Grouped(nn.Module):
-    """Experts whose rows are sorted by its caller."""
+    """Experts that take rows sorted by expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Grouped(nn.Module):
 
 
 def test_export() -> None:
-    """A program takes other numbers of tokens, and other routes."""
+    """An exported program accepts other numbers of tokens, and other routes."""
 
     def routed(tokens: int) -> tuple[torch.Tensor, ...]:
         ids = torch.rand(tokens, 8).argsort(1)[:, :2]
@@ -151,12 +151,12 @@ def test_scalars_that_graphs_do_not_capture(captured: bool) -> None:
         found = trained(torch.compile(layer.output, backend="aot_eager"), layer, None, ())
     expected = layer.trained()
     assert all(same_bits(expected[name], found[name]) for name in expected)
-    assert (compilations.breaks == 0) is captured  # and dynamo says how to avoid the others
+    assert (compilations.breaks == 0) is captured  # the reasons of breaks say how to avoid them
     assert all("capture_scalar_outputs = True" in reason for reason in counters["graph_break"])
 
 
 def test_blocks_of_transformers() -> None:
-    """Experts that are stored as [E, K, N], with biases."""
+    """GPT-OSS stores experts as [E, K, N], with biases."""
     compilations = Compilations()
     model, eager = (made("gpt_oss", "rowwise_folded") for _ in range(2))
     for block in model.model.layers:
@@ -178,7 +178,7 @@ def test_blocks_of_transformers() -> None:
 def test_expert_parallel_blocks(
     kind: str, fields: dict[str, Any], dp: int
 ) -> tuple[list[str], bool, int]:
-    """Differences from eager code, whether the same is sent, and how many graphs were made."""
+    """Differences from eager code, whether collectives are equal, and the number of graphs."""
     compilations, mesh = Compilations(), device_mesh(dp=dp, ep=2)
     every: list[tuple[nn.Module, Any]] = []
     for compiled in (True, False):
@@ -188,7 +188,7 @@ def test_expert_parallel_blocks(
             if dp > 1:
                 fully_shard(experts, mesh=mesh["dp"])
         for block in model.model.layers if compiled else ():
-            # Hooks of FSDP2 within a block break its graph.
+            # Compile only the experts with FSDP2, whose hooks in a block would break its graph.
             part = block.mlp.experts if dp > 1 else block.mlp
             part.compile(backend="aot_eager", fullgraph=True)
         every.append((model, comm_audit(mesh)))

@@ -1,4 +1,4 @@
-"""The export of a model in wrappers, whose names are not those of its state dict."""
+"""The export of a model with torch.compile's wrappers, which change names of modules."""
 
 import torch
 from nets import Net
@@ -22,7 +22,7 @@ def test_names_are_those_of_the_model() -> None:
     expected = float8_state_dict(net)
     net.layers[0] = checkpoint_wrapper(net.layers[0])
     net.layers[1] = torch.compile(net.layers[1], backend="aot_eager")  # type: ignore[call-overload]
-    assert list(float8_state_dict(net)) == list(expected)  # tensors of one name are joined in order
+    assert list(float8_state_dict(net)) == list(expected)  # in the original order
     compiled = torch.compile(net, backend="aot_eager")
     found = float8_state_dict(compiled)
     assert list(found) == list(expected)

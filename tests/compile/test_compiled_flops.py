@@ -28,8 +28,8 @@ def test_compiled(recipe: str) -> None:
     model, x = made(recipe), torch.randn(32, 64, requires_grad=True)
     compiled = torch.compile(model, backend="aot_eager")
     loss = compiled(x).sum()
-    assert flops(loss.backward) == 2 * 2 * 32 * 64 * 96  # of the graph
-    assert flops(lambda: compiled(x)) == 2 * 32 * 64 * 96  # torch runs a forward eagerly, then
+    assert flops(loss.backward) == 2 * 2 * 32 * 64 * 96  # in the graph
+    assert flops(lambda: compiled(x)) == 2 * 32 * 64 * 96  # torch then runs the forward eagerly
 
 
 @RECIPES

@@ -1,4 +1,4 @@
-"""Torch's cache of compiled graphs has a key of its own for each kind of float8 tensor."""
+"""torch's cache of compiled graphs has a separate key for each kind of float8 tensor."""
 
 import os
 import warnings
@@ -15,7 +15,7 @@ from fp8_dist.tensor import Float8Tensor
 
 
 def casts() -> dict[str, torch.Tensor]:
-    """Tensors of one shape and dtype, whose graphs differ."""
+    """Tensors with the same shape and dtype that need different graphs."""
     values, rows = torch.randn(16, 16), torch.arange(1.0, 17).view(16, 1)
     e4m3, e5m2 = values.to(torch.float8_e4m3fn), values.to(torch.float8_e5m2)
     return {
@@ -33,7 +33,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.full
 @on_ranks(1, returns=[], timeout=240)
 def test_no_tensor_runs_the_graph_of_another(tmp_path: Path) -> list[str]:
-    """What a compiled function, found in one cache, computes otherwise than eager; and warnings."""
+    """Tensors for which a function, compiled with a shared cache, differs from eager; warnings."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
     mesh, found = device_mesh(dp=1), []
     tensors = casts()
@@ -50,7 +50,7 @@ def test_no_tensor_runs_the_graph_of_another(tmp_path: Path) -> list[str]:
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         for name, tensor in tensors.items():
-            torch.compiler.reset()  # so that only the cache can know a graph
+            torch.compiler.reset()  # so that graphs can only come from the cache
             try:
                 same = torch.equal(torch.compile(doubled)(tensor), doubled(tensor))
             except AssertionError as error:

@@ -27,7 +27,7 @@ from fp8_dist.tensor.known import PRECOMPUTED, STALE, Kept, KnownWeight
 
 
 def scales(net: nn.Module) -> list[torch.Tensor]:
-    """All that is known of weights: the statistics of each layer and scheme."""
+    """The cached statistics of all weights."""
     found = [known(layer.weight) for layer in float8_layers(net).values()]
     assert all(each is not None for each in found)
     return [each for each in found if each is not None]
@@ -38,7 +38,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 
 def test_what_a_graph_wrote_is_what_it_sees() -> None:
-    # In one graph it would see the old values (inductor writes at its end, unnoticed).
+    # Within one graph it would see old values (Inductor writes at the end, which nothing notices).
     def update(net: Net) -> None:
         with torch.no_grad():
             for parameter in net.parameters():
@@ -53,7 +53,7 @@ def test_what_a_graph_wrote_is_what_it_sees() -> None:
 
 
 def test_a_full_graph_is_refused() -> None:
-    torch._dynamo.reset()  # it has code of this function, compiled for the same backend
+    torch._dynamo.reset()  # drop code of this function for the same backend
     net = convert_to_float8_training(Net(layers=1))
     compiled = torch.compile(precompute_float8_dynamic_scale, backend="eager", fullgraph=True)
     assert (
@@ -81,7 +81,7 @@ def attached(optimizer: torch.optim.Optimizer, model: nn.Module) -> Callable[[],
 
 @on_ranks(2, returns=[], timeout=180)
 def test_between_compiled_steps() -> list[str]:
-    """What went wrong in steps of compiled blocks beside those of an eager twin."""
+    """Problems in steps of compiled blocks, compared with an eager twin."""
     worlds = [Distributed(1, 2, net_arguments={"layers": 1}) for _ in range(2)]
     models = [blocks(world) for world in worlds]
     compilations, graphs = Compilations(), Graphs()
@@ -108,14 +108,14 @@ def test_between_compiled_steps() -> list[str]:
     return wrong
 
 
-# What a user does between steps, and a loss that follows.
+# Events between steps, each of which is followed by a forward.
 EVENTS = "step", "precomputed step", "eval", "no_grad", "inference_mode", "load", "precomputed step"
 
 
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2, returns=[], timeout=180)
 def test_nothing_between_steps_recompiles_twice() -> list[str]:
-    """Graphs that were made once everything had happened, and where eager's losses were not met."""
+    """Graphs that were made after all events had happened once, and differences from eager code."""
     compilations = Compilations()
     wrong: list[str] = []
     losses: list[list[torch.Tensor]] = []
@@ -157,7 +157,7 @@ def test_nothing_between_steps_recompiles_twice() -> list[str]:
 
 @on_ranks(2, returns=[], timeout=180)
 def test_a_graph_marks_the_weights_that_it_writes_to() -> list[str]:
-    """Writes by graphs after which a weight does not say that it was written to."""
+    """Writes by graphs after which a weight's statistics are not marked as stale."""
     wrong = []
     for name in ("step", "mul_", "foreach", "to_local"):
         torch._dynamo.reset()
@@ -165,7 +165,7 @@ def test_a_graph_marks_the_weights_that_it_writes_to() -> list[str]:
         weights = [layer.weight for layer in float8_layers(world.net).values()]
         world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
         optimizer = torch.optim.AdamW(world.net.parameters(), lr=0.1)
-        optimizer.step()  # makes its state
+        optimizer.step()  # initializes its state
         precompute_float8_dynamic_scale(world.net)
         assert all(known(weight) is not None for weight in weights)
 
@@ -206,7 +206,7 @@ def test_a_graph_marks_a_weight_that_is_no_dtensor(backend: str) -> None:
 
 @on_ranks(2, returns=[True, False])
 def test_what_only_eager_code_notices() -> list[bool]:
-    """Whether eager and compiled code notice what docs/state.md says that graphs do not."""
+    """Whether eager and compiled code notice the writes that graphs miss by docs/state.md."""
     found = []
     for compiled in (False, True):
         world = Distributed(1, 2, net_arguments={"layers": 1})

@@ -1,4 +1,4 @@
-"""Graphs of layers whose weights are stored in float8."""
+"""Graphs of layers with weights stored in float8."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_graphs_have_the_bits_of_eager_code_and_cast_no_weights(name: str) -> No
     found = run(net)
     assert compilations.graphs == 1
     assert same(found, run(converted(name)))
-    # The input and the output's gradient of both layers are cast, and nothing else, in two passes.
+    # In two passes, only the inputs and output gradients of both layers are cast.
     assert graphs.ops["forward"]["quantize"] == 4
     assert graphs.ops["backward"]["quantize"] <= 4  # the casts of folded gradients are not counted
     assert all(ops["scale_query"] == 0 for ops in graphs.ops.values())
@@ -30,7 +30,7 @@ def test_graphs_have_the_bits_of_eager_code_and_cast_no_weights(name: str) -> No
 
 @on_ranks(2)
 def test_graphs_with_fsdp2() -> None:
-    """They have the bits of the model that casts its weights, and ask for no scales of weights."""
+    """Graphs have the bits of a model that casts its weights, and look up no weight scales."""
     runs, queries = [], []
     for make in (converted, frozen):
         net, graphs, compilations = make("tensorwise"), Graphs(), Compilations()
@@ -46,7 +46,7 @@ def test_graphs_with_fsdp2() -> None:
 
 
 def test_names_of_a_compiled_model_of_transformers(tmp_path: Path) -> None:
-    """Experts are entries of single experts, as without torch.compile."""
+    """Experts are exported one by one, as without torch.compile."""
     model = made("qwen3_moe", "mxfp8").requires_grad_(False)
     freeze_to_float8(model)
     expected = float8_state_dict(model)

@@ -1,4 +1,4 @@
-"""Which weights compiled code multiplies; gathered ones are held by nothing until the backward."""
+"""Compiled code multiplies the current weights, and keeps no gathered weight for the backward."""
 
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ def test_another_tensor_in_the_place_of_the_weight(precomputed: bool) -> None:
     weight = (100 * layer.weight.detach()).requires_grad_()
     compiled = torch.compile(other, backend="aot_eager")
     assert error(compiled(weight), x @ weight.t()) < 0.05
-    assert error(layer(x), x @ layer.weight.t()) < 0.05  # and nothing of the other is kept
+    assert error(layer(x), x @ layer.weight.t()) < 0.05  # the other weight left nothing behind
 
 
 def test_a_weight_that_the_graph_updates() -> None:
@@ -56,7 +56,7 @@ def test_a_weight_that_the_graph_updates() -> None:
 
 
 def test_a_compiled_evaluation_uses_no_scale_that_training_has_left() -> None:
-    """The weight grows by a write that nothing shows: by an old scale it would saturate."""
+    """A write to ``.data`` enlarges the weight unnoticed. With an old scale it would saturate."""
     layer, x = Float8Linear(32, 32), torch.randn(4, 32)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     compiled(x).sum().backward()
@@ -72,7 +72,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 class Held(NamedTuple):
-    """Bytes that saved tensors hold between forward and backward; and how many are weights."""
+    """Bytes of tensors saved for the backward: of weights, and of others; and their number."""
 
     weights: int
     rest: int
@@ -94,7 +94,7 @@ def held_by(net: nn.Module, x: torch.Tensor) -> Held:
 
 
 @pytest.mark.filterwarnings("ignore")
-# (What FSDP2 gathers in high precision is cast again in backward, not kept in float8.)
+# (Weights that FSDP2 gathers in high precision are cast again in the backward, not saved.)
 @pytest.mark.parametrize(("recipe", "gather"), [("rowwise_folded", True), ("rowwise", False)])
 @on_ranks(2)
 def test_no_unsharded_weight_outlives_its_layer(recipe: str, gather: bool) -> None:
@@ -105,18 +105,18 @@ def test_no_unsharded_weight_outlives_its_layer(recipe: str, gather: bool) -> No
         precompute_float8_dynamic_scale(world.net)
         found.append(held_by(world.net, world.mine(torch.randn(4, 8, 64))))
     weights, rest, count = zip(*found, strict=True)
-    # All but w1 and w3 of the first layer, whose input needs no gradient.
+    # All except w1 and w3 of the first layer, whose input needs no gradient.
     assert count == (4, 10, 22)
-    assert weights == (0, 0, 0)  # FSDP2 has freed what it gathered, and nothing else holds it
+    assert weights == (0, 0, 0)  # FSDP2 freed all unsharded weights
     assert rest[1] - rest[0] == (rest[2] - rest[1]) // 2 > 0
 
 
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2, returns=0, timeout=180)
 def test_no_unsharded_weight_outlives_its_graph() -> int:
-    """Bytes of weights that two compiled blocks hold, in their second step.
+    """The bytes of weights that two compiled blocks save in their second step.
 
-    (A graph merges equal ops: the cast of the backward with the forward's, were it not told.)
+    (By default a graph merges equal ops, such as the casts of forward and backward.)
     """
     torch._dynamo.reset()
     world = Distributed(2, 1, gather=False, shard=False)

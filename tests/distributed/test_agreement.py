@@ -1,4 +1,4 @@
-"""Ranks that have set up a model in different ways are told what differs, all with one error."""
+"""Ranks that set up a model differently all raise one error, which names the difference."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -267,7 +267,7 @@ def comparisons_counted() -> Iterator[list[int]]:
 def test_a_model_is_compared_once(
     recipe: str, update: Callable[[nn.Module], object], updates_first: bool
 ) -> int:
-    """From its conversion on."""
+    """Three steps make one comparison in total, counted from the conversion on."""
     with comparisons_counted() as count, comm_audit() as audit:
         world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
         for step in range(3):
@@ -281,7 +281,7 @@ def test_a_model_is_compared_once(
 @pytest.mark.parametrize("runs_first", [True, False])
 @on_ranks(4)
 def test_stages_of_a_pipeline_may_differ(runs_first: bool) -> None:
-    """Each stage of a pipeline has layers of its own; its axis has no rank in common."""
+    """Pipeline stages have different layers, and their dp axes have no rank in common."""
     mesh = device_mesh(pp=2, dp=2)
     stage = mesh.get_local_rank("pp")
     net = nn.Sequential()

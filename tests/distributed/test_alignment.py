@@ -19,7 +19,7 @@ STRICT = "FP8_DIST_STRICT_ALIGNMENT"
 
 
 def sharded(dim: int, hidden: int, pad: bool, rows: int) -> dict[str, Any]:
-    """Strict CPU: errors by rank, or the distance to one unpadded device."""
+    """This rank's error under strict alignment, or SQNRs against one device without padding."""
     mesh = device_mesh(tp=torch.distributed.get_world_size())
     config = Float8LinearConfig(pad_inner_dim=pad)
     torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_padded_on_every_rank(world_size: int, dim: int, hidden: int, rows: int)
 
 @on_ranks(2)
 def test_rows_are_padded_in_any_case() -> None:
-    """Rows are data, and differ between data-parallel ranks: padded, never refused."""
+    """The number of rows depends on the data and the rank: it is padded, and never refused."""
     os.environ[STRICT] = "1"
     mesh = device_mesh(dp=2)
     net, twin = nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))
@@ -90,7 +90,7 @@ def test_rows_are_padded_in_any_case() -> None:
 
 @on_ranks(4, returns=[])
 def test_shards_of_fsdp_need_no_alignment() -> list[str]:
-    """FSDP2's shards of 17 and 16 rows are no operands: the gathered weight is, and is aligned."""
+    """The gathered weight is the operand, and is aligned; FSDP2's shards need not be."""
     os.environ[STRICT] = "1"
     net = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 16))
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

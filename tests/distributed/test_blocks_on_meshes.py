@@ -58,7 +58,7 @@ def gathered(audit: CommAudit) -> str:
 
 
 def collectives(at: Mesh) -> list[str]:
-    """By recipe and shape: of a step alone; of precompute, and of a step after it."""
+    """A line per recipe and shape: a step alone; precompute; a step after it; its gathers."""
     mesh, lines = stage_mesh(at.axes), []
     for recipe, shape in product(BLOCKS, (SHAPES["whole blocks"], SHAPES["cut blocks"])):
         model = on_mesh(at, shape, Float8LinearConfig.from_recipe_name(recipe))
@@ -142,7 +142,7 @@ def test_parts_of_blocks_are_refused_on_all_ranks(ranks: RankPools) -> None:
 def test_rows_move_with_their_scales_and_columns_are_refused_on_all_ranks(ranks: RankPools) -> None:
     axiswise = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
     every = (Replicate(), Shard(0), Shard(1))
-    # Of one column in uneven parts, a rank with one row has a scale that looks like that of a row.
+    # With shape (3, 1), one rank has one row, and its column scale has the shape of a row scale.
     for shape, now in product(((6, 8), (5, 7), (3, 1)), (Shard(0), Shard(1))):
         run = partial(ranks(2).run_same, redistributed, axiswise)
         assert run(-1, shape, now, *every) == ["moved"] * 3
@@ -195,7 +195,7 @@ def config_for(recipe: str, **fields: Any) -> Float8LinearConfig:
 
 
 def nan_of_a_weight(name: str, precompute: bool) -> list[Any]:
-    """The rows and columns that are NaN of the weight that a rank multiplies."""
+    """First and last NaN row and column of the weight that this rank multiplies, or None."""
     at = MESHES[name]
     model = on_mesh(at, SHAPE, config_for("blockwise"))
     if dist.get_rank() == 1:

@@ -87,7 +87,7 @@ class Checkpointed(Block):
 
 
 class GPT(nn.Module):
-    """As nanoGPT: (logits, loss) of tokens and, if there are any, targets."""
+    """A model like nanoGPT, which returns logits, and with targets also the loss."""
 
     def __init__(self, by_head: bool = True, layers: int = 2) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_right_plans_in_low_precision_pass() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             model = gpt(recipe)
             check(model, gpt_plan(model, True))
-    # The last of many residual blocks hide the mistake of the first in rounding errors.
+    # Rounding errors of the later residual blocks hide the mistake in the first one.
     wrong = gpt("tensorwise", by_head=False, layers=8).bfloat16()
     assert "'h.0.attn.proj' is the first that differs" in refused(wrong, gpt_plan(wrong, True))
 
@@ -303,7 +303,7 @@ def test_what_can_not_be_checked() -> None:
 @on_ranks(2)
 def test_scalar_losses_in_bf16_and_checkpointed_blocks() -> None:
     model, batch = gpt("tensorwise").bfloat16(), (tokens(), tokens().roll(-1, 1))
-    for seed in range(6):  # of one number, a draw of rounding errors may be almost zero
+    for seed in range(6):  # the rounding error of a single number may happen to be tiny
         torch.manual_seed(seed)
         check(model, gpt_plan(model, False), batch)
     for block in model.h:

@@ -71,7 +71,7 @@ def test_same_bits_and_nothing_twice(dp: int, tp: int, recipe: str) -> None:
             assert all(map(same_bits, none[2], other[2]))
     for op in OPS:
         if op not in ("quantize", "scale_query"):
-            # (Those of a weight that was not precomputed are not seen in the selective run.)
+            # (The selective run does not see operators on a weight that was not precomputed.)
             assert selective[0][op] <= none[0][op], op
     assert selective[1] == none[1]
     if (dp, tp, recipe) == (1, 2, "tensorwise"):
@@ -134,7 +134,7 @@ def test_full_checkpointing_leaves_and_repeats_no_reduction(
 
 
 def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: str) -> None:
-    """Between forward and backward, in a way that is to be noticed."""
+    """Change weights between forward and backward, in a way that must be noticed."""
     if change == "step":
         for weight in model.parameters():
             weight.grad = torch.ones_like(weight)
@@ -152,7 +152,7 @@ def change_weights(model: nn.Module, optimizer: torch.optim.Optimizer, change: s
 @pytest.mark.parametrize("change", ["nothing", "step", "to_local", "invalidate", "gathered"])
 @on_ranks(4, returns=[])
 def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str]:
-    """The layers that take other scales than those of the values that FSDP2 gathered for them."""
+    """Layers whose scales are not those of the values that FSDP2 gathered for them."""
     config = Float8LinearConfig.from_recipe_name("rowwise")
     world = Distributed(2, 2, shard=False, config=config, net_arguments={"layers": 1})
     model = nn.Sequential(Checkpointed(world.net.layers[0], "full"))

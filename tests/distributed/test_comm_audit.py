@@ -53,7 +53,7 @@ def test_every_registered_op_is_read_ignored_or_counted_by_name() -> None:
             recorded[func._schema.name] = "" if call is None else call.op
     by_name = {name for name, op in recorded.items() if op == name}
     assert {name for name, op in recorded.items() if not op} == IGNORED_OPS & recorded.keys()
-    # A new op elsewhere wants a kind, or to be ignored.
+    # A new op of another namespace needs a kind, or an entry in IGNORED_OPS.
     assert {name.split("::")[0] for name in by_name} == {"symm_mem", "c10d_functional"}
 
 
@@ -102,7 +102,7 @@ def step_of_fsdp_and_tp() -> tuple[str, str]:
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
     tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
-    # No mesh given: the groups of a mesh of several axes know their names.
+    # Without a mesh argument: groups of a mesh of several axes carry the names of the axes.
     with comm_audit() as audit:
         model(tokens).float().square().mean().backward()
     head, *rows = audit.table(by_module=True).splitlines()
@@ -113,7 +113,7 @@ def step_of_fsdp_and_tp() -> tuple[str, str]:
 def test_a_step_of_fsdp_and_tp(ranks: RankPools) -> None:
     text, first_layer = ranks(4).run_same(step_of_fsdp_and_tp)
     assert text == "CommAudit(61 collectives, 922,112 bytes)"
-    # The last line's are the gradients of both norms.
+    # The last line has the gradients of both norms.
     assert_expected_inline(
         first_layer,
         """\

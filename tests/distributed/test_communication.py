@@ -117,7 +117,7 @@ backward   reduce_scatter dp    float32           2 of 18,656    2 of 18,656""",
 
 
 def test_row_scales(ranks: RankPools) -> None:
-    """They travel with float8 rows; those of uneven shards, which FSDP2's gather lacks, before."""
+    """Scales travel with float8 rows; if shards are uneven, amaxes are all-reduced before."""
     folded = Float8LinearConfig.from_recipe_name("rowwise_folded")
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
     even = {"config": folded, "fsdp_arguments": {"mp_policy": policy}}
@@ -199,7 +199,7 @@ def test_precomputed_scales_of_what_fsdp_gathers_in_high_precision(
         dtypes = (torch.int32, torch.uint8)
         reduced.append(sum(r.count for r in audit.rows if r.dtype in dtypes))
     wrong = [] if all(map(same_bits, *results)) else ["bits"]
-    # Of two steps with three forwards, in each of which six weights share scales.
+    # In two steps of three forwards, six all-reduces per forward become one per update.
     if reduced[0] - reduced[1] != 2 * 3 * 6 - 2:
         wrong.append(f"{reduced}")
     return wrong
@@ -288,7 +288,7 @@ def test_a_cast_dtensor_is_gathered_in_float8() -> list[str]:
 
 @on_ranks(2, returns=[True] * 5)
 def test_casts_of_dtensors() -> list[bool]:
-    """Of casts of DTensors: a Partial one is reduced before; all dequantize where they are."""
+    """A Partial DTensor is reduced before its cast; other casts dequantize in their placements."""
     mesh = device_mesh(tp=2)
     part = torch.randn(4, 4) * (1 + torch.distributed.get_rank())
     dtensor = DTensor.from_local(part, mesh, [Partial()])

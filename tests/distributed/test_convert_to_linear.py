@@ -1,4 +1,4 @@
-"""convert_to_linear on meshes: what was converted trains on as if it had never been."""
+"""convert_to_linear on meshes: the model trains on as if it had never been converted."""
 
 import gc
 from collections.abc import Callable
@@ -44,7 +44,7 @@ DIMS = {"dim": 64, "hidden": 128}
 
 def shard(net: Net, mesh: Any, recipe: str = "") -> None:
     """FSDP2 with a group for each layer, one for a single linear layer, and one for the rest."""
-    # With one of the recipes, activations and high-precision gathers are bf16.
+    # With mxfp8, activations and high-precision gathers are bf16.
     compute = torch.bfloat16 if recipe == "mxfp8" else None
     arguments = {"mp_policy": MixedPrecisionPolicy(param_dtype=compute)}
     if mesh.size() > 1:
@@ -126,7 +126,7 @@ def test_trains_on_as_if_never_converted(dp: int, tp: int, recipe: str) -> list[
 
 @on_ranks(2)
 def test_the_way_back_to_float8() -> None:
-    """As the error of a second conversion names it."""
+    """Do what the error of a second conversion asks for."""
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 
     def made() -> Net:

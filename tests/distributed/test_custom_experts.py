@@ -1,4 +1,4 @@
-"""Experts of a class of one's own: divided between ranks, gathered by FSDP2 in float8, by name."""
+"""Experts of a user's class, divided between ranks; their named weights, gathered in float8."""
 
 import copy
 import re
@@ -132,7 +132,7 @@ convert_experts_to_float8_training: the module can't be converted: it has no par
 # Weights [E, N, K] of a module that the library does not know, with one scale per expert.
 
 
-# Experts that ranks have unequal numbers of (a fourth rank has none), and parts of each expert.
+# Equal and unequal numbers of experts per rank (a fourth rank has none); parts of each expert.
 @pytest.mark.parametrize(
     ("dp", "experts", "dim", "reductions"),
     [(3, 6, 0, 0), (4, 6, 0, 1), (2, 4, 1, 1)],
@@ -175,7 +175,7 @@ def test_weights_that_fsdp2_shards(dp: int, experts: int, dim: int, reductions: 
             parameter.data.copy_(mine)  # the mean over ranks rounds
     assert wrong == []
     assert update.count() == reductions
-    # Where all ranks have as many experts, FSDP2's gather carries their scales.
+    # If all ranks have equally many whole experts, FSDP2's gather carries their scales.
     assert gathered == {torch.float8_e4m3fn} | (set() if reductions else {torch.float32})
 
 

@@ -39,7 +39,7 @@ class Run:
     def __init__(self, dp: int, tp: int, seed: int, **how: Any) -> None:
         self.world = world_of(dp, tp, seed, **how)
         self.net = self.world.net
-        # DCP steps an optimizer without state to give it one, and SGD will never have any.
+        # DCP steps an optimizer that has no state, to create it; this SGD never gets any.
         make = torch.optim.SGD if tp > 1 else torch.optim.AdamW
         self.optimizer = make(self.net.parameters(), lr=1e-2)
         attach_update(self.optimizer, self.net)
@@ -172,7 +172,7 @@ def test_histories_on_another_mesh(
 ) -> None:
     folder = str(tmp_path)
     saved = ranks(math.prod(saved_on)).run_same(saved_with_histories, folder, *saved_on)
-    # Where TP prepares an input, the layers behind it record none. It is that of the first one.
+    # If TP prepares an input, only that input has a history, under the first layer's name.
     assert sum(map(bool, saved.values())) == (18 - 4 + 2 if saved_on[1] > 1 else 18)
     expected = {name.replace("prepared_input", "input"): row for name, row in saved.items() if row}
     for (dp, tp), config in loaded_on:
@@ -189,7 +189,7 @@ def test_histories_on_another_mesh(
 
 
 def in_ddp(folder: str) -> list[dict[str, list[float]]]:
-    """Histories of DDP's ranks, which are their own, before and after a checkpoint."""
+    """Histories after loading checkpoints; until then, each rank of DDP has its own."""
     nets = []
     for seed in (0, 1):
         net = convert_to_float8_training(Net(seed=seed), config=DELAYED)

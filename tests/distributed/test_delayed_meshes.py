@@ -101,7 +101,7 @@ def test_histories_are_those_of_one_device(dp: int, tp: int) -> None:
     for step in range(3):
         x, grad = (torch.randn(4, 8, 64) * (step + 1) for _ in range(2))
         world.net(world.mine(x).requires_grad_()).backward(world.mine(grad))
-        # Dynamic scales are those of each data-parallel rank's batch, delayed ones of them all.
+        # Dynamic scales cover the batch of one data-parallel rank, delayed scales all batches.
         parts = 1 if step else dp
         for x_part, grad_part in zip(x.chunk(parts), grad.chunk(parts), strict=True):
             world.twin(x_part.requires_grad_()).backward(grad_part)
@@ -176,7 +176,7 @@ def test_a_nan_on_one_rank(where: str) -> None:
     assert world.net(x.nan_to_num()).isfinite().all()
 
 
-# Passes that count: those of a step, also where FSDP2 or a pipeline holds its gradients.
+# Passes that count: those of a step, even if FSDP2 or a pipeline accumulates their gradients.
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_nan_on_one_rank(where: str) -> None:
 )
 @on_ranks("sizes")
 def test_fsdp_holds_gradients_of_micro_batches(sizes: dict[str, int], gathers: bool) -> None:
-    """What the input of the first layer has recorded in two micro-batches."""
+    """The input of the first layer records both micro-batches, and no dry run."""
     mesh = device_mesh(**sizes)
     config = GATHERED if gathers else Float8LinearConfig.from_recipe_name("delayed")
     net = convert_to_float8_training(Net(layers=1), config=config)

@@ -56,7 +56,7 @@ def batch(step: int, part: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def recorded(dp: int, tp: int, recipe: str, folder: Path) -> tuple[list[Any], list[Any], int]:
-    """Rows of a mesh and of one device in two steps; the second one's recordings are written."""
+    """Rows of two steps, on a mesh and on one device; the second step's recordings are written."""
     config = config_named(recipe)
     mesh = device_mesh(dp=dp, tp=tp)
     twin = nn.Sequential(Block(convert_to_float8_training(Net(), config=config).layers[0]))  # type: ignore[index]
@@ -124,7 +124,7 @@ def test_the_numbers_and_casts_of_one_device(
 @pytest.mark.parametrize(("parallel", "size"), [("FSDP2", 2), ("HSDP", 4), ("DDP", 2)])
 @on_ranks("size")
 def test_a_nan_on_one_rank(parallel: str, size: int) -> None:
-    """Rank 1 meets it in the gradient of the output: the first anomaly, and how many rows."""
+    """The first anomaly names rank 1, whose gradient of the output has a NaN."""
     net = convert_to_float8_training(Net(), config=Float8LinearConfig())
     model: nn.Module = net
     if parallel == "DDP":
@@ -153,9 +153,9 @@ def test_a_nan_on_one_rank(parallel: str, size: int) -> None:
 @pytest.mark.parametrize("given", [False, True])
 @on_ranks(4)
 def test_warnings_are_those_of_one_rank(given: bool) -> None:
-    """Of a gradient that underflows, one rank of those that share their rows warns.
+    """Of the ranks that share rows, only one warns about a gradient that underflows.
 
-    Without a mesh, these are all ranks of DDP; with one, each pipeline stage has others.
+    Without a mesh, all ranks of DDP share rows; with one, the ranks of each pipeline stage.
     """
     net = convert_to_float8_training(Net().layers[0].w1, config=Float8LinearConfig())
     model = nn.Sequential(net if given else DistributedDataParallel(net))

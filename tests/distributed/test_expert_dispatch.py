@@ -21,7 +21,7 @@ from fp8_dist.moe import Float8ExpertsConfig, dispatch_linear, linear_combine, r
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COMBINES = ("high_precision", "float8")
-# Each recipe beside half of the spreads, on two ranks, and on four.
+# Each recipe with half of the spreads, some of which run on two ranks and the others on four.
 PAIRS = [
     ((2, 4)[j // 3], RECIPES[i], DTYPES[(i + j) % 3], COMBINES[(i // 2 + j) % 2], SPREADS[j])
     for i, j in product(range(len(RECIPES)), range(len(SPREADS)))
@@ -30,7 +30,7 @@ PAIRS = [
 
 
 def different(layer: Layer, frozen: tuple[str, ...] = ()) -> list[str]:
-    """What is not the part of this rank of what one device computes."""
+    """Names of results that are not this rank's part of one device's results."""
     rank, group = dist.get_rank(), dist.group.WORLD
     whole = layer.trained(frozen=frozen)
     parts = layer.part(rank).trained(group, frozen)
@@ -77,9 +77,9 @@ class _NoGradient(torch.autograd.Function):
 )
 @on_ranks(2, timeout=20)
 def test_a_rank_without_gradients(between: bool, rank_0_gradients: list[str]) -> None:
-    """What has a gradient that is not 0, if rank 0 has none after, or before, the combination.
+    """Tensors with gradients other than 0, if rank 0 has none after (or before) the combination.
 
-    The rank sends zeros: the others wait for its rows.
+    Rank 0 sends zeros, because the others wait for its rows.
     """
     group, layer = dist.group.WORLD, Layer.of(Float8ExpertsConfig(), 2).part(dist.get_rank())
     t = {n: layer.tensors[n].clone().requires_grad_() for n in ("x", "gate", "up", "down")}

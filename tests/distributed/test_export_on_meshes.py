@@ -1,4 +1,4 @@
-"""The export of a sharded model is that of one device: its float8 state dict, and the stream of its weights."""
+"""A sharded model's float8 state dict and stream of weights are those of one device."""
 
 import re
 import weakref
@@ -38,7 +38,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 
-# FSDP2 and tensor parallelism cut blocks of 128 and of 32.
+# (With the sizes CUT, FSDP2 and tensor parallelism cut blocks of 128 and of 32.)
 E8M0 = torch.float8_e8m0fnu
 CUT: dict[str, int] = {"dim": 192, "hidden": 320}
 WHOLE = {"dim": 512, "hidden": 512, "layers": 1}
@@ -289,7 +289,7 @@ def collected(stream: Iterator[Any]) -> dict[str, torch.Tensor]:
 def test_the_stream_is_the_state_dict_of_one_device(
     axes: dict[str, int], recipe: str, options: Any, sizes: dict[str, int]
 ) -> list[str]:
-    """What is not, byte for byte, one device's."""
+    """Names of tensors that are not, byte for byte, those of one device."""
     expected = float8_state_dict(converted(recipe, spread=3, options=options, **sizes))
     offload: Any = {}
     if recipe == "mxfp8":

@@ -50,7 +50,7 @@ def config(recipe: str = "mxfp8", **fields: Any) -> Float8LinearConfig:
 
 
 def net(axes: Axes, *, sizes: list[tuple[int, int]] = SIZES, **fsdp: Any) -> nn.Sequential:
-    """Layers on a mesh, whose recipes take turns."""
+    """Layers on a mesh, with alternating recipes."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(k, n, bias=False) for k, n in sizes])
     for i, layer in enumerate(model):
@@ -117,8 +117,8 @@ def test_training_has_the_bits_of_float8_gathers() -> list[str]:
 
 
 def gathered(axes: Axes, sizes: list[tuple[int, int]]) -> tuple[float, int, set[str], list[str]]:
-    """Of one step: the bytes of gathers beside those in bf16, the all-reduces of precompute before,
-    the dtypes that are gathered, and the warnings of gathers."""
+    """The bytes of a step's gathers relative to bf16, the all-reduces of precompute before it, the
+    dtypes that are gathered, and the warnings about gathers."""
     with all_warnings() as texts:
         model = net(axes, sizes=sizes)
         mesh = device_mesh(replicate=axes[0], shard=axes[1], tp=axes[2])
@@ -170,7 +170,7 @@ def test_compiled_layers() -> None:
 
 @on_ranks(2)
 def test_memory_of_a_gathered_weight() -> None:
-    """Bytes of what FSDP2 holds of a layer, gathered and not, twice: outputs, and what it unpacks."""
+    """Bytes of all-gather outputs and of unpacked data, after unshard and after reshard, twice."""
     (layer, *_), found = net((1, 2, 1)), []
     for _ in range(2):
         for act in (layer.unshard, layer.reshard):

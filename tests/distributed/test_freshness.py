@@ -112,7 +112,7 @@ def test_no_scale_is_stale_after_a_change(dp: int, tp: int, gather: bool) -> dic
     """Layers whose forward after a change uses another cast than that of their values."""
     found = {}
     for number, (change, make) in enumerate(CHANGES.items()):
-        # Gathered in high precision every other one. (FSDP2 goes on gathering the former dtype.)
+        # In high precision, every other change; not module.to: FSDP2 keeps gathering the old dtype.
         if not gather and (number % 2 or change == "module.to"):
             continue
         world = Distributed(dp, tp, gather=gather)
@@ -154,7 +154,7 @@ def test_a_layer_that_follows_another_config(recipe: str, dp: int, tp: int) -> l
 def test_a_forgotten_update_is_said_by_name(
     recipe: str, dp: int, tp: int, compiled: bool, precomputes: bool
 ) -> None:
-    """In each step but the first, and not in evaluations (which may serve as the first)."""
+    """Each step but the first warns. Evaluations don't, though one may serve as the first."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     world = Distributed(dp, tp, config=config, shard=False, net_arguments={"layers": 1})
     net, x = blocks(world) if compiled else world.net, world.mine(torch.randn(4, 8, 64))
@@ -353,7 +353,7 @@ def test_writes_to_weights_that_are_frozen_after_an_update(gather: bool) -> list
 
 @on_ranks(2)
 def test_a_delayed_weight_that_is_frozen_takes_its_own_amax() -> None:
-    """Shrunken, so that its scale is not by its own amax before it is frozen."""
+    """Weights shrink, so that until they are frozen their scales are not those of their amaxes."""
     world = frozen_base("delayed")
     with torch.no_grad():
         for parameter in world.net.parameters():

@@ -1,4 +1,4 @@
-"""Gradients of FSDP2 on the wire: what arrives, what it takes, and what else FSDP2 does with them."""
+"""Gradient transport under FSDP2: sums, bytes, other features of FSDP2, and refusals."""
 
 import re
 from collections.abc import Callable
@@ -54,9 +54,9 @@ def _with_spare(net: Uneven, rank: int) -> None:
 
 
 def wrong_bits(transport: Any, spare: bool) -> list[str]:
-    """Parameters whose shard is not, in each of two runs, the mean that was computed apart.
+    """Parameters whose gradient shard differs, in either of two runs, from a locally computed mean.
 
-    Without `spare` a parameter between others is frozen, too.
+    Without `spare`, a parameter between two others is frozen as well.
     """
     mesh, own = device_mesh(dp=dist.get_world_size()), dist.get_rank()
     each = [single_rank_gradients(rank, not spare, spare=spare) for rank in range(mesh.size())]
@@ -288,7 +288,7 @@ def test_one_rank_rounds_as_others_do_and_sends_nothing() -> None:
 
 @on_ranks(2)
 def test_modules_that_are_set_apart() -> None:
-    """A parameter group of several modules, part of a model, a compiled model, and none again."""
+    """A group of several modules in a compiled model; part of a model; and None, to undo it."""
     mesh, rank = device_mesh(dp=2), dist.get_rank()
     net = Uneven()
     fully_shard([net.wide, net.flat], mesh=mesh)

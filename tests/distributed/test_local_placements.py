@@ -46,7 +46,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def by_hand(world: Distributed) -> nn.Module:
-    """The net of ``world`` with plain local tensors, and FSDP2 where it has that."""
+    """The net of ``world`` with plain local tensors, under FSDP2 if ``world`` is."""
     config = next(iter(float8_layers(world.net).values())).config
     net = local_net(world.mesh["tp"], config, world.sequence_parallel, **world.net_arguments)
     world.fully_shard(net, net.layers)
@@ -97,7 +97,7 @@ def test_same_bits_and_collectives_as_the_styles(
     )
     assert expected.keys() == found.keys()
     differ = [name for name in expected if not same_bits(expected[name], found[name])]
-    # The styles' delayed scales have a history more, of the shared input.
+    # With the styles, delayed scales have one more history: that of the shared input.
     phases = 2 if world.config == of("delayed") else 3
     return differ + ["collectives"] * (styles[:phases] != tables[:phases])
 
@@ -138,7 +138,7 @@ def test_a_partial_output_is_left_to_the_caller() -> None:
 
 @on_ranks(2)
 def test_scales_are_those_of_the_global_weight_once_it_is_declared() -> None:
-    """Whether each rank takes them: of a whole, a part, and a copy."""
+    """Check a weight that is declared whole, then as a shard, and a copy of the layer."""
     tp, whole = device_mesh(tp=2), nn.Linear(32, 48, bias=False)
     with torch.no_grad():
         whole.weight[0, 0] = 5  # on the first rank alone

@@ -66,8 +66,8 @@ SHAPES = {
     "cut blocks": (300, 260),
     "parts of blocks": (257, 130),
 }
-# What FSDP2 itself can't do, and where it is refused: uneven shards on dim 1, by FSDP2; gradients
-# of empty tensor-parallel shards, by the weight that it gathers.
+# What FSDP2 can't do: uneven shards on dim 1, which it refuses itself; and gradients of empty
+# tensor-parallel shards, which the gathered weight refuses.
 REFUSED = {
     ("FSDP2 x2, Shard(1)", "33 columns"): NotImplementedError,
     ("FSDP2 x2, Shard(1)", "3 x 1"): NotImplementedError,
@@ -80,7 +80,7 @@ RULES: tuple[Literal["ceil", "even", "floor"], ...] = ("ceil", "even", "floor")
 
 
 def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
-    """Those to run with a shape, by name. (GPUs multiply no other sizes than multiples of 16.)"""
+    """Configs for a shape, by name. They pad, because GPUs only multiply multiples of 16."""
     recipes = BLOCKS if max(shape) > 128 else [recipe.value for recipe in Float8LinearRecipeName]
     found = {name: Float8LinearConfig.from_recipe_name(name) for name in recipes}
     if "tensorwise" in found:
@@ -117,7 +117,7 @@ def linear(shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
 
 
 def on_mesh(at: Mesh, shape: tuple[int, int], config: Float8LinearConfig) -> nn.Sequential:
-    """It on a mesh; the sequence (dim 1) is sharded where the style leaves activations whole."""
+    """``linear`` on a mesh; the style shards activations by sequence (dim 1) or by features."""
     mesh, data = stage_mesh(at.axes), at.axes[2] > 1
     gather = data and config.recipe.gather_scheme["weight"] is not None
     model = linear(shape, replace(config, enable_fsdp_float8_all_gather=gather))

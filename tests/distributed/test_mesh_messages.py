@@ -18,7 +18,7 @@ from fp8_dist.scaling import Dense
 
 @on_ranks(8)
 def test_meshes_whose_groups_not_all_ranks_can_make() -> None:
-    """They are reduced over one axis at a time."""
+    """Without a group that spans both axes, amaxes are reduced over one axis at a time."""
     ranks = [[[0, 1], [3, 2]], [[4, 5], [7, 6]]]
     irregular = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b", "c"))
     part = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])  # made by all ranks, as torch asks for
@@ -33,7 +33,7 @@ def test_meshes_whose_groups_not_all_ranks_can_make() -> None:
 
 @on_ranks(8, returns=[True, True])
 def test_a_graph_reduces_over_two_axes() -> list[bool]:
-    """Whether a graph casts a tensor that two axes shard as eager code does."""
+    """Whether a graph and eager code cast a tensor that is sharded over two axes alike."""
     mesh = device_mesh(pp=2, dp=2, tp=2)["dp", "tp"]
     rows = torch.randn(8, 16).chunk(2)[mesh.get_local_rank(0)]
     local = rows.chunk(2, dim=1)[mesh.get_local_rank(1)].contiguous()
@@ -97,7 +97,7 @@ def test_on_a_mesh_of_all_ranks() -> None:
 
 @on_ranks(8)
 def test_where_no_group_spans_both_axes() -> None:
-    """One message over each axis; the second has those of the first."""
+    """One message over each axis; the second carries what the first one gathered."""
     mesh = DeviceMesh("cpu", [[0, 1, 2], [3, 4, 5]])
     if mesh.get_coordinate() is None:
         return

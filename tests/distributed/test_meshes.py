@@ -109,7 +109,7 @@ def test_irregular_meshes() -> None:
 
 @on_ranks(4)
 def test_resharding_to_a_smaller_mesh() -> None:
-    """It is refused with float8 gathers, unless it is taken back."""
+    """Float8 gathers refuse it until ``set_reshard_after_forward(True)`` is called."""
     x = torch.randn(2, 8, 64)
     for gathers in (True, False):
         net = convert_to_float8_training(Net(), config=GATHERED if gathers else None)
@@ -136,7 +136,7 @@ def shared_by_two_configs(*configs: Float8LinearConfig) -> str:
 
 
 def test_layers_that_share_a_gathered_weight_round_its_scale_alike(ranks: RankPools) -> None:
-    """And have one granularity."""
+    """They must also agree on the granularity of its scales."""
     folded = Float8LinearConfig.from_recipe_name("rowwise_folded")
     text = ranks(2).run_same(shared_by_two_configs, folded, Float8LinearConfig())
     assert "FSDP2 gathered the weight as torch.float8_e4m3fn with one scale per row" in text
@@ -156,7 +156,7 @@ def test_axes_that_overlap() -> None:
 def right_scales(factor: float, meshes: tuple[DeviceMesh, DeviceMesh]) -> tuple[int, list[bool]]:
     """Collectives of precompute, and whether the scales of two weights are right.
 
-    Each is on a mesh of its own; the first differs between the ranks that its mesh lacks, by a factor.
+    Each has its own mesh; the first one differs by `factor` along the axes that its mesh lacks.
     """
     net = convert_to_float8_training(nn.Sequential(*(nn.Linear(32, 32) for _ in range(2))))
     masters = [net[0].weight.detach() * factor, net[1].weight.detach().clone()]

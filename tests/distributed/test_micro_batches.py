@@ -54,7 +54,7 @@ def on_all_ranks(*arguments: Any, **options: Any) -> Weights:
 
 
 def check(ranks: RankPools, sizes: tuple[int, ...], *given: Any, **options: Any) -> Weights:
-    """Train on one rank, and on more, on the first and the last of which weights are compared."""
+    """Train on one rank, and on each of `sizes`; compare weights on the first and the last rank."""
     expected = ranks(1).run(on_all_ranks, *given, **options)[0]
     for size in sizes:
         for found in ranks(size).run(on_all_ranks, *given, **options)[:: size - 1]:
@@ -177,7 +177,7 @@ def gradients(special: bool, transport: str) -> Weights:
 def test_special_gradients(ranks: RankPools, transport: str) -> None:
     for special in (False, True):
         alone = ranks(1).run(gradients, special, transport)[0]
-        for size in (2, 3):  # the last micro-batch, also of ranks that idle
+        for size in (2, 3):  # the special micro-batch is the last, which idle ranks run too
             found = ranks(size).run(gradients, special, transport)[0]
             assert not differing(
                 {n: g.nan_to_num(7) for n, g in alone.items()},
@@ -357,7 +357,7 @@ def norms() -> None:
         for whole, (mesh, placements) in zip(wholes, [*layouts, *layouts], strict=True):
             parts = [Replicate() if p.is_partial() else p for p in placements]
             grad = distribute_tensor(whole, mesh, parts)
-            if parts != [*placements]:  # what one rank along the axis has, others add nothing to
+            if parts != [*placements]:  # one rank along the axis has the values, the other zeros
                 local = grad.to_local() * (mesh.get_coordinate() or [1])[0]
                 size, stride = whole.shape, whole.stride()
                 grad = DTensor.from_local(local, mesh, placements, shape=size, stride=stride)

@@ -1,4 +1,4 @@
-"""FSDP2's MixedPrecisionPolicy: what is cast from what, moved in which dtype, and right."""
+"""FSDP2's MixedPrecisionPolicy: sources of casts, dtypes of collectives, SQNR of results."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def a_step(
             world.net.named_parameters(), twin.parameters(), strict=True
         ):
             wrong += [name] if parameter.grad.dtype is not FP32 else []
-            # FSDP2 has autograd compute it for a parameter of that dtype.
+            # Under FSDP2, autograd computes the gradient of a param_dtype parameter.
             distances[name] = sqnr(other.grad.to(param_dtype), full(parameter.grad))
         for net in (world.net, twin):
             update_float8_scales(net)
@@ -76,7 +76,7 @@ def test_a_step(ranks: RankPools, recipe: str) -> None:
     for found in ranks(2).run(steps, recipe):
         for (_, reduce_dtype), (table, wrong, distances) in zip(DTYPES, found, strict=True):
             assert wrong == []
-            # Two equal halves are summed, and divided: the reduction rounds as the twin's dtype.
+            # The mean of two equal halves is exact: the reduction only rounds to the twin's dtype.
             assert min(distances.values()) > 60, distances
             reduced = [line.split()[2] for line in table.splitlines() if "reduce_scatter" in line]
             assert reduced == [str(reduce_dtype).removeprefix("torch.")]

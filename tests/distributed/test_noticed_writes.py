@@ -133,7 +133,7 @@ def net_on(column: str, config: Float8LinearConfig, write: str) -> tuple[nn.Modu
             return net, x
         return DistributedDataParallel(net, process_group=device_mesh(dp=2).get_group("dp")), x
     dp, tp = (1, 2) if column == "tensor parallelism" else (dist.get_world_size(), 1)
-    # Three ranks: of unequal shards FSDP2 pads some when it first runs.
+    # On three ranks, shards are unequal, and FSDP2 pads some of them when it first runs.
     arguments = {"layers": 1, "hidden": 100 if dp == 3 else 96}
     gather = column == "FSDP2, float8 gathers"
     world = Distributed(dp, tp, config=config, gather=gather, net_arguments=arguments)
@@ -141,7 +141,7 @@ def net_on(column: str, config: Float8LinearConfig, write: str) -> tuple[nn.Modu
 
 
 def is_stale(column: str, config: Float8LinearConfig, write: str, when: str, mode: str) -> bool:
-    """Whether a forward multiplies another cast than one that knows nothing would, on any rank."""
+    """Whether any rank's forward uses a cast that a forward without cached scales would not."""
     net, x = net_on(column, config, write)
     trains, context = MODES[mode]
     if when != "after a forward":
@@ -168,9 +168,9 @@ CASES += [("after a forward", mode) for mode in ("train", "no_grad")]
 
 
 def cells(column: str, config: Float8LinearConfig, first: int) -> dict[str, str]:
-    """By change, what the table's cell must be; the first case in which it is stale, if any.
+    """The table's cell for each change, with the first case in which a scale is stale, if any.
 
-    Of a change that is to be noticed it takes every fourth case from the `first` on.
+    Changes that must be noticed run in every fourth case only, from the `first` on.
     """
     found = {}
     for number, (write, on_page) in enumerate(column_of_page(column).items()):

@@ -1,4 +1,4 @@
-"""Casts are made for those GEMMs alone that run."""
+"""Operands are cast only for GEMMs that run."""
 
 from typing import Any
 
@@ -76,7 +76,7 @@ def test_a_scale_that_was_left_out_is_found_when_it_is_needed(compiled: bool) ->
 
 @on_ranks(2, returns=[0, 1, 0, 1])
 def test_ranks_reduce_a_scale_once() -> list[int]:
-    """Of a column-parallel layer, whose scales for grad_input cover all ranks; in each forward."""
+    """A column-parallel layer, whose scales for grad_input cover all ranks, in several forwards."""
     net = layers("rowwise")
     apply_tp_plan(net, device_mesh(tp=2), {"0": Float8ColwiseParallel()})
     counts = []

@@ -28,7 +28,7 @@ from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleI
 
 
 def placed(tensor: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    """A tensor that all ranks have, each with its own part of it."""
+    """Distribute a tensor that all ranks have, without communication."""
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -55,7 +55,7 @@ CASTS: dict[str, tuple[CastConfig, int | None]] = {
 def casts_of(shape: tuple[int, int]) -> dict[str, str]:
     """By placements and cast: whether this rank has its part of one device's bits, or the error."""
     found = {}
-    # Each row and column has another size, so that no two blocks have one scale.
+    # Rows and columns differ in magnitude, so that no two blocks have the same scale.
     tensor = torch.randn(shape) * torch.logspace(-3, 3, shape[0])[:, None]
     tensor = tensor * torch.logspace(-3, 3, shape[1])
     if dist.get_world_size() == 2:
@@ -91,7 +91,7 @@ def test_casts_are_one_devices_or_refused_on_all_ranks(
     refused = {name for name, verdict in first.items() if verdict == "refused"}
     if shape == (512, 512):  # all pieces but thirds have whole blocks
         assert all("3" in name for name in refused), refused
-    # Rows are whole, and what FSDP2 places so is of one piece.
+    # Scales of tensors, rows and columns are never refused; FSDP2's shards are one piece each.
     assert not any(name.endswith(("tensor", "rows", "columns")) for name in refused)
     assert not any(str((packed(0), Shard(0))) in name for name in refused)
 

@@ -25,7 +25,7 @@ STAGES, MICRO_BATCHES = 2, 2
 
 @contextmanager
 def groups_as_with_nccl() -> Iterator[list[list[int]]]:
-    """Each new group waits for all ranks of the world, as ncclCommSplit does; what was made."""
+    """Make new groups wait for all ranks, as ncclCommSplit does; yield the groups made."""
     new_group, made = dist.new_group, []
 
     def waits(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def run(schedule: ScheduleGPipe, first: bool) -> None:
 
 
 def pipeline(float8_stages: int) -> dict[str, Any]:
-    """Two steps, and what a third one multiplies."""
+    """Groups and reductions of two steps with updates, and wrong casts of a third step."""
     mesh = device_mesh(pp=STAGES, dp=2, tp=2)
     number = mesh.get_local_rank("pp")
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

@@ -1,4 +1,4 @@
-"""A converted parameter reads like a plain one, for code that reads memory and not by operators."""
+"""A converted parameter reads like a plain one, even by code that reads memory directly."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ from fp8_dist import (
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import KnownWeight
 
-# What a reader makes of a tensor, as a plain tensor.
+# Ways to read a tensor; each returns a plain tensor.
 READS: dict[str, Callable[[Tensor], Any]] = {
     "numpy": lambda t: torch.from_numpy(t.numpy()),
     "numpy(force=True)": lambda t: torch.from_numpy(t.numpy(force=True)),
@@ -176,7 +176,7 @@ def test_writes_to_a_shallow_copy_are_noticed(copied: Callable[[Tensor], Tensor]
 
 
 def save_all(folders: list[Path]) -> None:
-    """Write files with what programs save of a model, to the rank's folder."""
+    """Save what programs usually save, in files in this rank's folder."""
     folder = folders[torch.distributed.get_rank()]
     net = sharded_net(
         device_mesh(dp=2, tp=1), Float8LinearConfig(enable_fsdp_float8_all_gather=True)

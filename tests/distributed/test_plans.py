@@ -80,7 +80,7 @@ def show(plan: dict[str, ParallelStyle]) -> str:
             for key in ("input_layouts", "desired_input_layouts", "output_layouts")
             if given.get(key) and not (key.startswith("desired") and "output_layouts" in given)
         ]
-        writes_residual = isinstance(style, ResidualRowwiseParallel)  # its name says what is out
+        writes_residual = isinstance(style, ResidualRowwiseParallel)  # its name implies its output
         if not (getattr(style, "use_local_output", True) or writes_residual):
             moves.append("DTensor out")
         lines.append(f"{name:<26}{' '.join([type(style).__name__, *moves])}")
@@ -328,7 +328,7 @@ def test_a_parallel_model_computes_what_one_device_does(
             assert result.keys() == expected.keys()
             found = {name: sqnr(expected[name], result[name]) for name in expected}
             assert min(found.values()) > limit, found
-            if kind.startswith("float8"):  # which was at work
+            if kind.startswith("float8"):  # float8 took effect
                 assert sqnr(unquantized["logits"], result["logits"]) < 45
 
 
@@ -356,7 +356,7 @@ def test_the_plan_that_the_page_writes_out() -> None:
 
 
 def test_lengths_that_ranks_do_not_divide(fake_tp: DeviceMesh) -> None:
-    """Two ranks: refused where a style divides a sequence that another one reads in plain parts."""
+    """Two ranks: refused if one style shards a sequence that another reads as a plain tensor."""
     plain = {"input_layouts": Replicate(), "desired_input_layouts": Shard(1)}
     outputs = {"output_layouts": Replicate(), "desired_output_layouts": Shard(1)}
     local = {"use_local_input": True} | plain | outputs

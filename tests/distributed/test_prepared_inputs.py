@@ -1,4 +1,4 @@
-"""Recorders tell inputs apart that PrepareFloat8ModuleInput casts, however many a module has."""
+"""Recorders distinguish inputs that PrepareFloat8ModuleInput casts, also those of one module."""
 
 from functools import partial
 from itertools import product
@@ -33,7 +33,7 @@ class Gate(nn.Module):
 
 
 class Cross(nn.Module):
-    """Takes its two inputs in turn, and calls a module with an input of its own in between."""
+    """Uses its first two inputs in turn, and in between passes the third to ``gate``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def run(net: nn.Module, checkpointed: bool, parts: int, tp: int) -> None:
 
 
 def recorded(recipe: str, compiled: bool, checkpointed: bool, folder: Path) -> tuple[Rows, Rows]:
-    """The rows under tensor and sequence parallelism, which are recorded too, and of one device."""
+    """Rows of statistics of a tensor-parallel run, which is recorded too, and of one device."""
     torch._dynamo.reset()
     config = Float8LinearConfig.from_recipe_name(recipe)
     twin, net = (convert_to_float8_training(Net(), config=config) for _ in range(2))

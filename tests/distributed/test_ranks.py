@@ -1,4 +1,4 @@
-"""The pool of ranks that the other tests stand on: results, failures, hangs, recovery."""
+"""The pool of ranks that other tests use: results, failures, hangs, recovery."""
 
 import os
 import time
@@ -59,7 +59,7 @@ def test_every_task_starts_from_the_same_state(ranks: RankPools) -> None:
 
 @pytest.fixture(scope="module")
 def spoilt() -> Iterator[RankPool]:
-    """An own pool for the tests that end badly: each costs the next one a start."""
+    """A separate pool for tests that fail on purpose: after each, the ranks start again."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -76,7 +76,7 @@ def test_an_error_on_one_rank_has_its_traceback_and_a_new_pool_follows(spoilt: R
 
 
 def test_a_hang_ends_and_names_the_rank_and_the_place(spoilt: RankPool) -> None:
-    spoilt.run(process_id)  # the ranks have imported this module: the clock is for the task
+    spoilt.run(process_id)  # the ranks import this module here, not within the timeout
     with pytest.raises(RankError) as error:
         spoilt.run(hangs_on_rank_1, timeout=2.0)
     assert str(error.value).startswith("no answer from rank 1 of 2 after ")

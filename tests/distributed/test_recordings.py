@@ -86,7 +86,7 @@ def test_a_fault_of_one_rank_is_named(
 
 @pytest.mark.parametrize("recipe", REPLAYED)
 def test_a_replay_has_the_bits_of_a_mesh(ranks: RankPools, tmp_path: Path, recipe: str) -> None:
-    """Also of uneven shards, whose blocks are cut, and without sequence parallelism."""
+    """Some recipes run on uneven shards, which cut blocks, and without sequence parallelism."""
     uneven = {"net_arguments": {"hidden": 90}, "sequence_parallel": False}
     ranks(4).run(train, recipe, "", tmp_path, uneven if REPLAYED[recipe] else {})
     replay = replayed(tmp_path)

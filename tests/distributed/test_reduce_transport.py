@@ -138,7 +138,7 @@ all_to_all torch.uint8: 0, 32, 32 B""",
 def distances(
     transport: Encoding, length: int, prepared: bool, recipe: str, at: Placement
 ) -> list[float]:
-    """From torch's sums: SQNR of the output and grad_input; others have the same bits."""
+    """SQNR of output and grad_input against torch's sums; other gradients have the same bits."""
     mesh = device_mesh(tp=dist.get_world_size())
     modules = [mlp(mesh, t, prepared, recipe=recipe, at=at) for t in (None, transport)]
     (output, grad, _), (other, other_grad, _) = (step(m, mesh, length, at=at) for m in modules)
@@ -275,7 +275,7 @@ def test_compiled_code() -> None:
 
 @on_ranks(2)
 def test_activation_checkpointing() -> None:
-    """The bits of none, and no exchange is repeated."""
+    """Checkpointing changes no bits, and repeats no exchange."""
     mesh, found = device_mesh(tp=2), []
     for mode in ("none", "full", "selective"):
         net = Net(dim=256, hidden=384)
@@ -351,7 +351,7 @@ TINY = LlamaConfig(
 def llama_step(
     transport: Encoding, head: bool, kept: str = "", sequence_parallel: bool = True
 ) -> tuple[float, dict[str, int]]:
-    """The loss, and how many of the collectives that sum or exchange have what dtype."""
+    """The loss, and the number of collectives that sum or exchange, by operator."""
     mesh, model = device_mesh(tp=2), Llama(TINY)
     in_head = skip_head(model)
     convert_to_float8_training(

@@ -44,7 +44,7 @@ def shard(model: Net) -> None:
 
 
 def gathers(model: Net) -> tuple[dict[str, int], list[str]]:
-    """The number of all-gathers of one step, by dtype; and the warnings of lost types."""
+    """The number of all-gathers of one step, by dtype; and warnings about high precision."""
     with all_warnings() as texts, comm_audit() as audit:
         model(torch.randn(2, 8, 64)).sum().backward()
     found = Counter[str]()
@@ -99,7 +99,7 @@ def test_what_can_not_be_data_is_refused_by_name() -> None:
 
 
 def test_data_assigned_after_writes_drops_scales() -> None:
-    for writes in range(4):  # after one of these the sum of versions would be the same
+    for writes in range(4):  # for one of these, the sum of version counters would stay the same
         weight = wrapped()
         weight.data = alias = torch.ones(16, 32)
         for _ in range(writes):

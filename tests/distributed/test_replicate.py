@@ -39,7 +39,7 @@ def net(recipe: str, gather: Any = "auto") -> nn.Sequential:
 
 
 def gradients(model: nn.Module, update: bool = True) -> tuple[list[torch.Tensor], str]:
-    """Of three steps, and the collectives of the last one; data-parallel ranks have other inputs."""
+    """Gradients of three steps, and collectives of the last one. Each rank has its own inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     if update:
         attach_update(optimizer, model)
@@ -57,7 +57,7 @@ def gradients(model: nn.Module, update: bool = True) -> tuple[list[torch.Tensor]
 @pytest.mark.parametrize("recipe", RECIPES)
 @on_ranks(2, returns=[])
 def test_gradients(recipe: str) -> list[str]:
-    """They are FSDP2's, and nothing but gradients is communicated."""
+    """Gradients equal FSDP2's; only they, and amaxes of `delayed`, are communicated."""
     mesh, wrong = device_mesh(dp=2), []
     expected, _ = gradients(fully_shard(net(recipe), mesh=mesh))
     for gather in ("auto", False):
@@ -81,7 +81,7 @@ def test_weights_that_are_stored_in_float8() -> list[bool]:
 
 @on_ranks(4)
 def test_gathers_in_high_precision_that_nobody_chose() -> None:
-    """They are said once, where "auto" would make them float8."""
+    """They warn once, if "auto" would gather in float8."""
 
     def said(model: nn.Sequential, shard: Any = fully_shard, **options: Any) -> list[str]:
         x = torch.randn(32, model[0].in_features, dtype=model[0].weight.dtype)

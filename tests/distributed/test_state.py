@@ -50,7 +50,7 @@ def saved(folder: str, dp: int, tp: int) -> None:
 
 
 def loaded(folder: str, dp: int, tp: int) -> list[str]:
-    """Names of what differs."""
+    """Names of tensors and casts that differ after loading."""
     target = Distributed(dp, tp, net_arguments={"seed": 2})
     precompute_float8_dynamic_scale(target.net)
     state = {"model": target.net.state_dict()}

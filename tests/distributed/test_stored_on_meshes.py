@@ -86,7 +86,7 @@ def both(net: nn.Module, **arguments: Any) -> nn.Module:
 
 
 def by_columns(parameter: nn.Parameter) -> Shard:
-    """The scales, which FSDP2 asks for too, can have too few columns."""
+    """Shard by columns, or by rows if columns are too few. (FSDP2 asks for scales, too.)"""
     return Shard(1 if parameter.ndim == 2 and parameter.shape[1] > 16 else 0)
 
 
@@ -141,7 +141,7 @@ def stored_bytes(net: nn.Module) -> int:
 
 
 def compared(size: int, name: str) -> dict[str, float]:
-    """Bytes per weight over all ranks, by mesh; other bits are an error."""
+    """Bytes per weight over all ranks, by mesh. Results must have the twin's bits."""
     found = {}
     for way, distribute in WAYS[size].items():
         uneven = {"FSDP2": (CUT, EMPTY), "offload": (EMPTY,), "TP": (CUT,), "TP x FSDP2": (CUT,)}
@@ -458,7 +458,7 @@ def test_models_that_are_distributed_already() -> None:
 
 
 def replicated_before(make: Callable[[], nn.Module]) -> nn.Module:
-    """A wrapper around a frozen model is not the module that was frozen."""
+    """Freeze the wrapper of a frozen model too: without that, DDP refuses it."""
     net = nn.Sequential(make(), nn.Linear(192, 16).bfloat16())
     with pytest.raises(NotImplementedError, match="as DistributedDataParallel does to broadcast"):
         replicated(net)

@@ -35,7 +35,7 @@ OFF = CastConfig(ScalingType.DISABLED)
 
 
 def declared(layer: nn.Linear, kind: str, input_at: Placement, output_at: Placement) -> None:
-    """Makes a layer one of plain local tensors."""
+    """Give a layer plain local tensors with declared placements."""
     mesh = device_mesh(tp=2)
     weight_at = {"column": Shard(0), "row": Shard(1), "replicated": Replicate()}[kind]
     bias_at = weight_at if kind == "column" else Replicate()
@@ -111,7 +111,7 @@ def test_any_layouts(kind: str, declare: bool) -> None:
 
 @on_ranks(2)
 def test_torchs_styles_accept_converted_layers() -> None:
-    """SQNR of every result of a converted MLP under them."""
+    """Check the SQNR of every result of a converted MLP under torch's styles."""
     net, twin = (convert_to_float8_training(Net(layers=1)) for _ in range(2))
     mlp, x = net.layers[0], torch.randn(2, 8, 64, requires_grad=True)
     plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
@@ -245,7 +245,7 @@ def test_refusals() -> list[str]:
 
 
 def rounding_to(powers_of_2: tuple[str, ...], model: nn.Module) -> nn.Module:
-    """Converted, with scales of these layers rounded to powers of two."""
+    """Convert a model, with the scales of some layers rounded to powers of two."""
     for name in ("w1", "w2", "w3"):
         convert_to_float8_training(
             model,

@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Branches(nn.Module):
-    """Two parameter groups: of the second a task uses one head, of the first one adapter or none."""
+    """Two parameter groups: a task uses one or no adapter of the first, one head of the second."""
 
     def __init__(self, frozen: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
 
 
 def wrong_histories(config: Float8LinearConfig) -> list[str]:
-    """The histories of weights that do not hold the amaxes of the steps that used the weights.
+    """Histories of weights that differ from the amaxes of the steps in which the weight was used.
 
     In the last step all activations and gradients of the used layers are zeros.
     """
@@ -263,7 +263,7 @@ def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
 
 
 def step_with_other_modules() -> str:
-    """Heads that are sharded apart, of which each rank runs one."""
+    """The error when each rank runs another one of two heads that are sharded separately."""
     mesh = device_mesh(dp=2)
     net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
     for head in net.values():

@@ -47,7 +47,7 @@ def collectives(audit: Any) -> str:
 
 
 def updated_step(dp: int, tp: int, recipe: str) -> tuple[str, int]:
-    """A step after an update, against that of a model which was only synced if it is delayed.
+    """Compare a step after an update with a step without it. (`delayed` is synced in both.)
 
     Returns:
         Collectives of the update, and how many all-reduces it saves in the step.
@@ -329,7 +329,7 @@ def states(net: nn.Module) -> set[int]:
 
 @on_ranks(2, returns={STALE})
 def test_scales_are_dropped_after_a_wrapper_that_writes() -> set[int]:
-    """After the step of the optimizer that it holds, which alone is attached to."""
+    """Only the inner optimizer has the hook, and the wrapper writes after its step."""
     world = Distributed(2, 1)
     held = Lookahead(AdamW(world.net.parameters()))
     attach_update(held.optimizer, world.net)
@@ -370,7 +370,7 @@ def test_arguments_of_other_kinds_are_refused() -> None:
 
 @on_ranks(2, returns=(1, 1))
 def test_attaching_while_weights_are_unsharded() -> tuple[int, int]:
-    """After a forward whose weights stay unsharded: the layers have not the optimizer's then."""
+    """After a forward, layers keep unsharded weights, which are not the optimizer's parameters."""
     world = Distributed(2, 1, fsdp_arguments={"reshard_after_forward": False})
     optimizer = AdamW(world.net.parameters())
     x = world.mine(torch.randn(4, 8, 64))

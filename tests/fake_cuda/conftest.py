@@ -1,4 +1,4 @@
-"""What tests on the fake CUDA device get."""
+"""Fixtures of the tests on the fake CUDA device."""
 
 from collections.abc import Iterator
 

@@ -9,7 +9,7 @@ from fake_cuda.process import FakeCudaProcess
 def test_gathers_and_reduce_scatters_are_fused() -> None:
     """The inputs of wq, wk and wv and of w1 and w3, and the outputs of wo and w2.
 
-    In backward the reduce-scatters are of sums of several GEMMs, which no fused operator computes.
+    In backward, a reduce-scatter takes the sum of several GEMMs, which no fused operator computes.
     """
     with FakeCudaProcess() as process:  # of its own, because a process has one world
         found = process.run(count_fusions)

@@ -26,9 +26,9 @@ def capturing(captured: bool) -> AbstractContextManager[object]:
 
 
 def launches(name: str) -> list[int]:
-    """Kernels of a step with a known weight, of two that are captured, and of one after them.
+    """Kernels of a step with known weight statistics, of two captured steps, and of one after them.
 
-    The weight of the first capture is known, that of the second is new.
+    The weight changes before the second captured step.
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, SHAPE, mode)

@@ -1,6 +1,6 @@
 """Casts in graphs on GPUs: Inductor's kernels, which Triton's interpreter runs on the CPU.
 
-The interpreter divides exactly, as a GPU does in fp64 alone.
+The interpreter's divisions are exact; a GPU's are only in fp64.
 """
 
 import re
@@ -36,7 +36,7 @@ SIZES = (16, 48)
 
 
 def converted(values: Any, source: Any, target: Any, rounding: Any) -> Any:
-    """Stands for a conversion of the interpreter, which does not round as a GPU does."""
+    """Replace a conversion of the interpreter, which does not round as a GPU does."""
     (given, _), (wanted, integer) = DTYPES[str(source)], DTYPES[str(target)]
     bits = torch.from_numpy(values.copy()).view(given).to(wanted).view(integer).numpy()
     return bits.view(f"uint{8 * integer.itemsize}")
@@ -94,7 +94,7 @@ def test_bits_are_those_of_eager_code(
     for value in (1.0, 0.0, 1e-13, 6e4, torch.inf, torch.nan):
         a, b = (torch.randn(SIZES).to(high) for _ in range(2))
         a[3, 5] = value
-        known = torch.rand(())  # of which some values are larger
+        known = torch.rand(())  # an amax that some values exceed
         expected = cast_copies(a * b, [known], dtype, False, [0, 0], [False, True], saturate=True)
         for found, each in zip(interpret(code, a, b, known), expected, strict=True):
             wide, other = found.float(), each.float()

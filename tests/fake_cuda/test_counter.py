@@ -11,7 +11,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def counted(run: Callable[[torch.Tensor], object], *size: int) -> Counts:
-    """What a function of a bf16 tensor does; called in the process with the device."""
+    """Count what a function of a bf16 tensor does, in the process with the device."""
     with fake_tensors():
         x = torch.empty(size, device="cuda", dtype=torch.bfloat16)
         with KernelCounter() as counter:

@@ -1,4 +1,4 @@
-"""What float8 GEMMs are given on every path, and that no path makes the host wait for the device."""
+"""Operands of float8 GEMMs on every path, on none of which the host waits for the device."""
 
 import dataclasses
 from collections import Counter
@@ -83,7 +83,7 @@ def _net(recipe: str, path: Path, mesh: dict[str, DeviceMesh]) -> Net:
 
 
 def count_step(recipe: str, path: Path) -> tuple[Counts, Counter[str]]:
-    """The second of two steps, with what follows the optimizer's step; hazards of both."""
+    """Counts of the last step, with the update after it, and the hazards of all steps."""
     mesh = meshes(path.dp, path.tp) if path.dp * path.tp > 1 else {}
     with fake_tensors():
         net = _net(recipe, path, mesh)
@@ -135,7 +135,7 @@ def test_a_step(recipe: str, path: str, fake_cuda: FakeCudaProcess) -> None:
     assert counts.problems == []
     assert not hazards
     if path == OFFLOAD and recipe in ("tensorwise", "rowwise_folded", "blockwise", "mxfp8"):
-        # The amaxes of all shards, from where they are found to where they are reduced and used.
+        # One copy: the amaxes of all shards, which the CPU computes and the GPU reduces and uses.
         assert counts.syncs == ["_to_copy from cpu to cuda"]
     else:
         assert counts.syncs == []

@@ -40,7 +40,7 @@ def products(
     pads: bool,
     recipe: str,
 ) -> tuple[Counts, list[tuple[int, ...]]]:
-    """Forward and backward of groups of these numbers of rows; the shapes of all results."""
+    """Counts of a forward and backward of groups with these numbers of rows; shapes of results."""
     config = Float8ExpertsConfig(recipe, pad_token_groups_for_grouped_mm=pads)  # type: ignore[arg-type]
     (n, k), on_host = sizes, torch.tensor(counts)
     with fake_tensors(), torch.device("cuda"):
@@ -60,7 +60,7 @@ def products(
         ([125, 3, 0, 256], (96, 160), torch.bfloat16, True, 3, 0),
         ([48, 16, 0, 256], (96, 160), torch.bfloat16, False, 3, 0),
         ([125, 3, 0, 256], (96, 160), torch.bfloat16, False, 2, 3),
-        ([125, 3, 0, 256], (96, 160), torch.float32, True, 2, 3),  # torch writes bf16 alone
+        ([125, 3, 0, 256], (96, 160), torch.float32, True, 2, 3),  # torch only writes bf16
         ([125, 3, 0, 256], (96, 37), torch.bfloat16, True, 0, 9),  # rows must be 16-byte aligned
         ([0, 0], (96, 160), torch.bfloat16, True, 0, 0),
     ],

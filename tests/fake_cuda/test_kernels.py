@@ -28,7 +28,7 @@ OF_INDUCTOR = pytest.mark.skipif(RELEASE < (2, 13), reason="Inductor's kernels o
 
 
 def check(counts: Counts, kernels: int, gigabytes: float) -> None:
-    """Three GEMMs, no transposing copies, so many kernels, and bytes besides the GEMMs.
+    """Check for three GEMMs, no transposing copies, and these kernels and bytes besides GEMMs.
 
     (Copies of exponents into tiles, a few MB, count as transposing ones.)
     """
@@ -50,7 +50,7 @@ EAGER = {
     "mxfp8": (32, 4.06),
     "delayed": (15, 0.84),
 }
-# Blackwell multiplies blocks of 32 alone; Hopper, as above, those of 128.
+# Blackwell only multiplies blocks of 32, and Hopper (in EAGER) only blocks of 128.
 BLACKWELL = {"blockwise": (32, 3.96), "mxfp8": (17, 1.04)}
 
 
@@ -91,8 +91,8 @@ def test_a_packed_weight(fake_cuda: FakeCudaProcess) -> None:
     assert counts.syncs == []
 
 
-# Of a step with a frozen weight: kernels and GB besides the two GEMMs, and if it is stored in
-# float8. Weights are not cast then, but transposed for grad_input, like those that FSDP2 gathers.
+# Kernels and GB besides the two GEMMs of a step with a frozen weight, in high precision and stored
+# in float8. Stored weights are only transposed for grad_input, like weights that FSDP2 gathers.
 FROZEN = {
     "tensorwise": ((11, 1.11), (9, 0.87)),
     "rowwise_folded": ((8, 1.04), (8, 0.81)),

@@ -54,7 +54,7 @@ class Training:
 
 
 def drop_scales(model: nn.Module) -> None:
-    """Free the memory of what is known, as the next update does; the parameters are sharded."""
+    """Free the memory of the cached statistics, as the next update does, of sharded parameters."""
     for parameter in model.parameters():
         local = local_tensor(parameter)
         if isinstance(local, KnownWeight):
@@ -158,7 +158,7 @@ OPTIONS = {
 }
 
 
-# Every option; every recipe whose weights travel in a way of their own.
+# Every option, and every recipe whose weights are gathered in a different way.
 CASES = {
     "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
     "rowwise": ("event, prefetch",),
@@ -177,7 +177,7 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
 
 
 _WAIT = f"{device.__name__}.QueuedWork.wait"
-# Statistics of tensors on the network, those of rows, and those of histories.
+# What makes statistics: all-reduces for tensors, and kernels for rows and histories.
 _MADE = "(all_reduce on NCCL|(_many|amax) on compute) .*"
 _SCALES_TOO_EARLY = f"(_cast|add|all_gather_copy_in) on .* reads what {_MADE}"
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)

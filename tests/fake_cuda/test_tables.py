@@ -26,7 +26,7 @@ def test_times_of_a_roofline() -> None:
 def test_counts_of_kernels(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The tables."""
+    """Every table has rows for bf16 and for tensorwise."""
 
     def answer(self: FakeCudaProcess, function: Any, *args: Any, **options: Any) -> Any:
         if function is tables.seconds_to_dispatch:

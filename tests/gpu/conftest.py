@@ -1,4 +1,4 @@
-"""Tests on GPUs: those on several run functions of tests/distributed."""
+"""Tests on GPUs. Tests on several GPUs use functions in tests/distributed."""
 
 import faulthandler
 import os
@@ -12,14 +12,14 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
-LIMIT = 200.0  # seconds for a test, some of which start ranks
+LIMIT = 200.0  # seconds per test; some tests start ranks
 
 
 @pytest.fixture(autouse=True)
 def device_answers() -> Iterator[None]:
-    """End a worker whose device answers no more: all other tests would fail there.
+    """End a worker whose device no longer answers, because all later tests would fail in it.
 
-    pytest-xdist starts another one. Within one process there is nothing to go on with.
+    pytest-xdist then starts a new one. Without pytest-xdist, this does nothing.
     """
     if IS_WORKER:
         faulthandler.dump_traceback_later(LIMIT, exit=True, file=sys.__stderr__)
@@ -29,5 +29,5 @@ def device_answers() -> Iterator[None]:
         try:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-        except Exception:  # torch.AcceleratorError, of any device error
+        except Exception:  # torch.AcceleratorError, for any device error
             os._exit(1)

@@ -1,6 +1,6 @@
-"""On a GPU: casts of any shape against the CPU's, and the kernels' two ways to round.
+"""On a GPU: casts of any shape, compared with the CPU, and the kernels' two ways to round.
 
-scripts.bench.gpu_smoke compares each kernel with the portable code, on special values too.
+scripts.bench.gpu_smoke also compares each kernel with the portable code, with special values.
 """
 
 from itertools import product
@@ -21,7 +21,7 @@ TARGETS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def check(x: torch.Tensor, target: torch.dtype, dim: int | None, power_of_2: bool) -> None:
-    """One cast on both devices; ``x`` is on the CPU."""
+    """Compare a cast on the GPU with the CPU; ``x`` is on the CPU."""
     granularity = ScalingGranularity.TENSORWISE if dim is None else ScalingGranularity.AXISWISE
     config = CastConfig(target_dtype=target, scaling_granularity=granularity)
     options = {"dim": dim, "round_scales_to_power_of_2": power_of_2}
@@ -34,7 +34,7 @@ def check(x: torch.Tensor, target: torch.dtype, dim: int | None, power_of_2: boo
     assert same_values(on_gpu.qdata, on_cpu.qdata)
 
 
-# Whole blocks, blocks that sizes do not divide, parts that begin inside of a block.
+# Whole blocks, sizes that are not multiples of blocks, and parts that begin inside a block.
 BLOCKS = [(1, 128, 0, 0), (1, 32, 0, 5), (128, 128, 0, 0), (32, 32, 7, 31)]
 
 
@@ -52,7 +52,7 @@ def test_casts_of_any_shape(shape: tuple[int, int]) -> None:
 
 
 def assert_one_rounding(x: torch.Tensor, target: torch.dtype) -> None:
-    """By integers, by the instruction, and by torch: the same codes but for those of NaN."""
+    """Check that integer arithmetic, GPU instructions and torch give the same codes, except NaN."""
     limit, nan = torch.finfo(target).max, x.isnan()
     codes = [encoded(x, target, soft=soft) for soft in (True, False)]
     codes.append(x.clamp(-limit, limit).to(target).view(torch.uint8))
@@ -68,7 +68,7 @@ def test_numbers_are_rounded_and_codes_decoded_alike(target: torch.dtype) -> Non
     every_bf16 = torch.arange(-(2**15), 2**15, device=DEVICE).to(torch.int16).view(torch.bfloat16)
     for power in range(-20, 21, 4):
         assert_one_rounding(every_bf16.float() * 2.0**power, target)
-    patterns = torch.arange(2**32 // 61, device=DEVICE) * 61 - 2**31  # one in 61 of fp32
+    patterns = torch.arange(2**32 // 61, device=DEVICE) * 61 - 2**31  # every 61st fp32 number
     assert_one_rounding(patterns.to(torch.int32).view(torch.float32), target)
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
     for soft in (True, False):
@@ -76,7 +76,7 @@ def test_numbers_are_rounded_and_codes_decoded_alike(target: torch.dtype) -> Non
 
 
 def test_amaxes_of_streams_and_graphs() -> None:
-    """Each launch reduces into a zero of its own."""
+    """Each launch must start from zeros of its own."""
     large, small = torch.full((300, 70), 8.0), torch.full((40, 30), 2.0)
     x, y = large.bfloat16().to(DEVICE), small.bfloat16().to(DEVICE)
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""On a GPU: a step of experts in every recipe, against the CPU's."""
+"""On a GPU: a step of experts in every recipe, compared with the CPU."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -18,7 +18,7 @@ LEAST_DB = 40
 
 
 def routed(counts: Sequence[int], device: str) -> Routing:
-    """Tokens in any order, so many for each expert."""
+    """A routing of tokens in random order, with the given numbers of tokens per expert."""
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     routing = route(ids[torch.randperm(len(ids))].unsqueeze(1), len(counts))
     of = routing.groups
@@ -27,7 +27,7 @@ def routed(counts: Sequence[int], device: str) -> Routing:
 
 
 def step(recipe: str, counts: Sequence[int], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """The output and the gradients of a layer."""
+    """The output and gradients of a layer of experts."""
     torch.manual_seed(0)
     config, rows, experts = Float8ExpertsConfig.from_recipe_name(recipe), sum(counts), len(counts)
     routing = routed(counts, device)

@@ -1,4 +1,4 @@
-"""On a GPU: the float8 GEMMs of the device against their emulation in fp32."""
+"""On a GPU: the device's float8 GEMMs, compared with their emulation in fp32."""
 
 import itertools
 from dataclasses import replace
@@ -24,12 +24,12 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 OUT_DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-# Rounding to bf16 alone leaves 55 dB or so; fast accumulation keeps 14 bits of a sum.
+# Rounding to bf16 alone leaves about 55 dB; fast accumulation keeps 14 bits of a sum.
 LEAST_DB = 45
 
 
 def gemms_of_a_step(recipe: str, m: int, k: int, n: int) -> list[GemmRecord]:
-    """The float8 GEMMs of a forward and backward, as they were called."""
+    """Records of the float8 GEMMs of a forward and backward."""
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     layer = Float8Linear(k, n, bias=False, device=DEVICE, dtype=torch.bfloat16, config=config)
     x = torch.randn(m, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
@@ -64,7 +64,7 @@ def test_empty_gemms(recipe: str) -> None:
 
 
 def laid_out(x: Float8Tensor, layout: str) -> Float8Tensor:
-    """A matrix with the same values, row-major, column-major, or with gaps between its rows."""
+    """The same matrix in row-major or column-major layout, or with gaps between rows."""
     data = x.qdata.view(torch.uint8)
     if layout == "columns":
         data = data.t().contiguous().t()

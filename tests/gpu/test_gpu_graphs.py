@@ -1,4 +1,4 @@
-"""On a GPU: CUDA graphs of a layer's step, replayed after the weights have changed."""
+"""On a GPU: CUDA graphs of a layer's step, replayed after a change of the weights."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def batch(step: int) -> torch.Tensor:
 
 
 def in_side_stream(run: Callable[[], object]) -> None:
-    """Runs what is about to be captured, as torch asks for it."""
+    """Warm up on a side stream before a capture, as torch requires."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -35,7 +35,7 @@ def in_side_stream(run: Callable[[], object]) -> None:
 
 
 def a_step(run: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, step: int) -> Results:
-    """Output and gradients."""
+    """Run a step; return the output and the gradients."""
     x = batch(step).requires_grad_()
     output = run(x)
     output.backward(batch(4 + step))
@@ -83,7 +83,7 @@ def test_a_captured_step(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", DYNAMIC)
 def test_eager_code_after_a_capture(recipe: str) -> None:
-    """What is computed while a graph is captured is not used outside of it."""
+    """Statistics that are computed during a capture must not be used outside of the graph."""
     model = layers(recipe)
     twin = copy.deepcopy(model)
     x = batch(0)

@@ -1,4 +1,4 @@
-"""On one GPU: FSDP2's streams, where the compute stream falls behind."""
+"""On one GPU: FSDP2's streams when the compute stream falls behind."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ SLEEP = 2_000_000  # cycles of the GPU, about a millisecond
 
 
 class _Slow(nn.Module):
-    """Linear layers in whose forward and backward the compute stream falls behind."""
+    """Linear layers that delay the compute stream in forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,10 +58,10 @@ def _wait(cycles: int) -> None:
 
 
 def histories_of_steps(cycles: int, event: bool) -> dict[str, list[float]]:
-    """The amax histories after five steps under FSDP2; without cycles, everything is waited for.
+    """The amax histories after five steps under FSDP2. With 0 cycles, streams are synchronized.
 
-    The rank is one of two, the other one is not there: gathers find this rank's shard twice.
-    Gradients are not used, the weights change by a rule of their own.
+    The other rank of the mesh does not exist: collectives are fake. Gradients are not used; weights
+    change by a fixed factor.
     """
     mesh = init_device_mesh(DEVICE, (2,))
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Several ranks on one GPU, between which gloo moves its tensors; on CPUs where there is none.
+"""Several ranks that share one GPU, with gloo; without a GPU, on CPUs.
 
-Each rank is a process with streams of its own.
+Each rank is a process with its own streams.
 """
 
 import faulthandler
@@ -42,17 +42,17 @@ from scripts.common.ranks import run_on_ranks
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-# Decibels. On a GPU, GEMMs of other sizes sum in another order, so that operands of the next GEMM
-# may be rounded to their neighbours. (With relative errors of 1e-5 in GEMMs, outputs had 50 dB, and
-# what three steps change 25 dB; with gradients half or twice as large, it has less than 7 dB.)
+# Limits in dB. On a GPU, GEMMs of other sizes sum in another order, so operands of the next GEMM
+# may be rounded differently. (With relative errors of 1e-5 in GEMMs, outputs had 50 dB, and changes
+# of weights in three steps 25 dB. With gradients half or twice as large, changes have under 7 dB.)
 SAME_GEMMS, OUTPUTS, CHANGES, EXPERTS = (
     (80, 40, 15, 30) if DEVICE == "cuda" else (90, 90, 90, math.inf)
 )
-LIMIT = 30  # seconds of a check until a rank, which may wait for another one, tells where, and ends
+LIMIT = 30  # seconds per check; then a rank, which may be hanging, prints its stack and ends
 STEPS = 4 if DEVICE == "cuda" else 1
 SIZES = [2, 4] if DEVICE == "cuda" else [2]  # numbers of ranks
 
-# By the number of ranks: axes, and options of the training.
+# By the number of ranks and by name: axes, and options of the training.
 MESHES: dict[int, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     2: {
         "FSDP2 x2": ({"dp": 2, "tp": 1}, {}),
@@ -68,12 +68,12 @@ MESHES: dict[int, dict[str, tuple[dict[str, int], dict[str, Any]]]] = {
     },
 }
 
-# By name: what finds out on a rank what is wrong there.
+# By name: functions that return what is wrong on a rank.
 Checks = dict[str, Callable[[], Iterable[str]]]
 
 
 def check_on_ranks(ranks: RankPools, size: int, checks: Callable[[], Checks]) -> None:
-    """Fails with a line for each check that finds something on a rank, or raises an error there."""
+    """Run checks on ranks, and fail with a line for each that finds or raises something."""
     on_gpu: Any = partial(run_on_ranks, size, device=DEVICE, shared_gpu=True)
     found = (on_gpu if DEVICE == "cuda" else ranks(size).run)(_wrong, checks)
     wrong = [f"rank {rank}: {text}" for rank, texts in enumerate(found) for text in texts]
@@ -88,16 +88,16 @@ def _wrong(checks: Callable[[], Checks]) -> list[str]:
             wrong += [f"{name}: {text}" for text in check()]
         except Exception as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}")
-            # Now, as other ranks may wait for this one in vain.
+            # Print it now, because other ranks may hang waiting for this one.
             print(f"{name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     faulthandler.cancel_dump_traceback_later()
     return wrong
 
 
 def functional_gathers_in_place() -> torch.library.Library:
-    """Makes functional gathers of those into a given tensor, while what it returns lives.
+    """Replace functional all-gathers by in-place ones, as long as the returned library lives.
 
-    Gloo's own take the memory of a GPU for the CPU's, and end the process (pytorch/pytorch issue
+    gloo's functional all-gathers treat GPU memory as CPU memory, and crash (pytorch/pytorch issue
     152645).
     """
 
@@ -119,12 +119,12 @@ def functional_gathers_in_place() -> torch.library.Library:
 
 @functools.cache
 def device_mesh(**axes: int) -> DeviceMesh:
-    """Made once, as process groups are not for free."""
+    """A mesh, which is cached because process groups are expensive."""
     return init_device_mesh(DEVICE, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def layer_on_device(config: Float8ExpertsConfig, *arguments: Any) -> Layer:
-    """That of all ranks."""
+    """The layer of all ranks, on the device."""
     with torch.device(DEVICE):
         return Layer.of(config, dist.get_world_size(), *arguments)
 
@@ -135,13 +135,13 @@ def too_low(decibels: dict[str, float], least: float) -> list[str]:
 
 
 def some(cases: Iterable[Any]) -> list[Any]:
-    """All on a GPU; on CPUs, where other tests have them, two."""
+    """All cases on a GPU; on CPUs only two, because other tests cover them there."""
     cases = [*cases]
     return cases if DEVICE == "cuda" else cases[:: len(cases) - 1]
 
 
 def trainings() -> Checks:
-    """Of each mesh, in each recipe."""
+    """Checks of training on each mesh, in each recipe."""
     return {
         f"{name}, {recipe}": partial(training, recipe, axes, options)
         for (name, (axes, options)), recipe in some(
@@ -165,7 +165,7 @@ def test_training_is_that_on_one_device(ranks: RankPools, size: int) -> None:
 
 
 def one_sum() -> Checks:
-    """Weights of training on all ranks, beside those of each rank alone."""
+    """Checks that training on all ranks gives the same weights as on each rank alone."""
     whole, alone = (one_sum_training.mesh_of(n, DEVICE) for n in (dist.get_world_size(), 1))
 
     def check(*how: Any, **options: Any) -> list[str]:
@@ -199,7 +199,7 @@ def layers_of_experts() -> Checks:
 
 
 def layer_of_experts(config: Float8ExpertsConfig, spread: str) -> list[str]:
-    """In bf16, of which GPUs multiply groups at once."""
+    """Compare a layer on ranks with one device, in bf16, for which GPUs have grouped GEMMs."""
     rank, group = dist.get_rank(), dist.group.WORLD
     layer = layer_on_device(config, spread, torch.bfloat16)
     whole, parts = layer.trained(), layer.part(rank).trained(group)
@@ -212,7 +212,7 @@ def test_experts_on_two_ranks(ranks: RankPools) -> None:
 
 
 class Experts(nn.Module):
-    """Experts of a class that the library does not know, with weights of a layer."""
+    """A class of experts unknown to the library, with the weights of a layer."""
 
     float8_weight_names = ("up", "down")
     float8_experts_config: Float8ExpertsConfig | None = None
@@ -233,7 +233,7 @@ def experts_under_fsdp() -> Checks:
 
 
 def steps_of_experts(recipe: Any) -> list[str]:
-    """EP 2 x FSDP2 2, whose ranks have tokens of their own; one device has all of them."""
+    """Compare EP 2 x FSDP2 2, with different tokens on each rank, with one device for all."""
     mesh, config, rank = device_mesh(dp=2, ep=2), Float8ExpertsConfig(recipe), dist.get_rank()
     layer = layer_on_device(config, "uneven")
     model, twin = Experts(layer), Experts(layer)

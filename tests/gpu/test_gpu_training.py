@@ -1,4 +1,4 @@
-"""On a GPU: training steps of every recipe, eager and compiled, against the CPU and each other."""
+"""On a GPU: training steps in every recipe, eager and compiled, compared with the CPU."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
-# Below that of rounding to bf16, above that of a wrong operand.
+# Rounding to bf16 leaves more, a wrong operand less.
 LEAST_DB = 40
 
 
 def layers(recipe: str, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    """Two layers on the GPU; between them a function that is exact."""
+    """Two layers on the GPU, with an exact function between them."""
     model = nn.Sequential(
         nn.Linear(64, 96, bias=False), nn.ReLU(), nn.Linear(96, 64, bias=False)
     ).to(DEVICE, dtype)
@@ -42,7 +42,7 @@ def batch(step: int, device: str, dtype: torch.dtype = torch.bfloat16) -> torch.
 def trained(
     model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor], device: str, lr: float = 0.05
 ) -> list[torch.Tensor]:
-    """Outputs and gradients of each step, then the weights."""
+    """Train, and return the outputs and gradients of each step, then the weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     seen = []
     for step in range(4):
@@ -102,7 +102,7 @@ def test_compiled_steps_are_eager_steps(recipe: str, mode: str) -> None:
     compiled = torch.compile(model, mode=mode, fullgraph=True, dynamic=False)
     expected = trained(eager, eager, DEVICE)
     first = expected[0]
-    # The weights must change by more than what separates the two.
+    # The weights must change by more than the two may differ.
     assert sqnr(first, layers(recipe)(batch(0, DEVICE)).cpu()) < LEAST_DB
     assert_close(trained(model, compiled, DEVICE), expected, 30)
 
@@ -136,7 +136,7 @@ def test_a_step_does_not_wait_for_the_device(recipe: str, compiled: bool) -> Non
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     x = batch(0, DEVICE)
     for step in range(4):
-        # Kernels are compiled, and histories and optimizer states made, in the first two.
+        # In the first two steps kernels are compiled, and histories and optimizer states created.
         with no_waiting() if step > 1 else nullcontext():
             for _ in range(2):
                 run(x).square().mean().backward()
@@ -147,7 +147,7 @@ def test_a_step_does_not_wait_for_the_device(recipe: str, compiled: bool) -> Non
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """What makes the host wait for the device raises."""
+    """Raise an error if the host waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -158,14 +158,14 @@ def no_waiting() -> Iterator[None]:
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_statistics(recipe: str, compiled: bool) -> None:
-    """Without waiting for the device in a step."""
+    """Statistics must not make the host wait for the device in a step."""
     torch._dynamo.reset()
     model = layers(recipe)
     forward = torch.compile(model) if compiled else model
     stats = float8_stats(model)
     x, gradient = batch(0, DEVICE).requires_grad_(), batch(1, DEVICE)
     for step in range(2):
-        # What is new is made in the first step: kernels, graphs, the first scales of histories.
+        # (In the first step kernels, graphs and the first scales of histories are created.)
         with stats.at(step), no_waiting() if step else nullcontext():
             forward(x).backward(gradient)
     rows = [row for row in stats.rows if isinstance(row, CastStats) and row.step == 1]

@@ -1,4 +1,4 @@
-"""On several GPUs, one for each rank, with NCCL alone."""
+"""On several GPUs, one per rank, with NCCL alone."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 
 
 def on_gpus(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """The results of a function on ranks whose tensors are on GPUs unless it says otherwise."""
+    """The results of a function on ranks whose default device is their GPU."""
     return run_on_ranks(
         world_size, _with_default_device, DEVICE, function, arguments, device=DEVICE
     )
@@ -29,7 +29,7 @@ def _with_default_device(device: str, function: Callable[..., Any], arguments: A
 
 
 def grid(mesh: str) -> dict[tuple[str, bool], dict[str, list[bool]]]:
-    """The verdicts of the mesh grid on a mesh, for all shapes and configs."""
+    """The verdicts of test_mesh_grid on a mesh, for all shapes and configs."""
     return {
         (shape, precompute): verdicts(MESHES[mesh], SHAPES[shape], precompute, slice(None))
         for shape in SHAPES
@@ -54,15 +54,15 @@ def test_operands(mesh: str) -> None:
 
 
 def trained(axes: dict[str, int], options: dict[str, Any]) -> dict[str, list[float]]:
-    """`mesh_training.trained` for all recipes."""
+    """The results of `mesh_training.trained` for all recipes."""
     mesh = device_mesh(**axes)
     return {r: mesh_training.trained(r, mesh, DEVICE, **options) for r in RECIPES}
 
 
 def check(axes: dict[str, int], **options: Any) -> None:
-    """Training on the mesh is training on one device."""
+    """Check that training on a mesh gives the same results as on one device."""
     size = torch.Size(axes.values()).numel()
-    # A sum of several ranks has another order: an element may be rounded to its neighbour.
+    # Sums over several ranks have another order, so elements may be rounded differently.
     for by_recipe in on_gpus(size, trained, axes, options):
         for recipe, found in by_recipe.items():
             assert min(found) > 40, (recipe, found)

@@ -1,4 +1,4 @@
-"""Models that accelerate has dispatched or offloaded, before or after their conversion."""
+"""Models that accelerate dispatches or offloads, before or after their conversion."""
 
 import copy
 from collections.abc import Callable

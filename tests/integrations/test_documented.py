@@ -1,4 +1,4 @@
-"""Every block of Python on a page runs in a test; here those that no other test runs."""
+"""Every Python block of a page runs in a test. Here run those that no other test covers."""
 
 from contextlib import chdir
 from pathlib import Path
@@ -26,7 +26,7 @@ from scripts.common.llama import Llama, LlamaConfig
 
 HERE = "tests/integrations/test_documented.py"
 DISTRIBUTED, INTEGRATIONS = "tests/distributed/", "tests/integrations/"
-# By page: the test that runs each block, or why none can.
+# By page: for each block the test that runs it, or why no test can.
 RUN_BY = {
     "README.md": ["tests/scripts/test_examples.py"] * 2,
     "docs/communication.md": ["tests/unit/test_docs.py"],
@@ -86,7 +86,7 @@ def net() -> Llama:
 
 
 def scope_of(model: Any, **others: Any) -> dict[str, Any]:
-    """What pages call the reader's, and the names that they have imported further up."""
+    """A scope with the names that pages leave to the reader, or import in earlier blocks."""
     scope = {"torch": torch, "model": model, "DistributedDataParallel": DistributedDataParallel}
     for module in (fp8_dist, fp8_dist.fsdp, fp8_dist.tensor_parallel, torch.distributed.fsdp):
         scope |= {name: getattr(module, name) for name in module.__all__}
@@ -112,14 +112,14 @@ def steps(scope: dict[str, Any], count: int = 2) -> None:
 
 
 def sharded() -> dict[str, Any]:
-    """A model after docs/fsdp2.md's first block."""
+    """The scope, with a model, after the first block of docs/fsdp2.md."""
     code = python_blocks("docs/fsdp2.md")[0].replace("...", f"{FSDP2}\n#")
     run_shown(code, scope := scope_of(net()))
     return scope
 
 
 def fsdp2_and_state(folder: str) -> bool:
-    """Whether a resumed run ends as the uninterrupted one."""
+    """Whether a resumed run ends with the same results as an uninterrupted one."""
     _, transport, _, replicated = python_blocks("docs/fsdp2.md")
     checkpoints, back = python_blocks("docs/state.md")
     old, new = sharded(), sharded()

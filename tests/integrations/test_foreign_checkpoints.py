@@ -1,4 +1,4 @@
-"""Float8 entries of checkpoints that other libraries wrote: read by their meaning, or refused."""
+"""Float8 entries in checkpoints of other libraries are read as they were meant, or refused."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def net(recipe: str, frozen: bool, **options: Any) -> Any:
 
 
 def coded(scales: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes, and what they stand for with one scale per block."""
+    """Random codes, and their values with one scale per block."""
     codes = torch.randn(N, K, generator=torch.Generator().manual_seed(1)).to(torch.float8_e4m3fn)
     whole = scales.double().reshape(-(-N // block[0]), -(-K // block[1]))
     whole = whole.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[:N, :K]
@@ -81,7 +81,7 @@ def test_scales_of_a_certain_meaning(
     codes, expected = coded(scales, block)
     name = "weight_scale" if frozen else "weight_scale_inv"
     entries = {"0.weight": codes, f"0.{name}": scales}
-    # They belong to static inference. "k_scale" is of a KV cache.
+    # Entries for inference with static scales, which are ignored. "k_scale" is for a KV cache.
     calibrated = {f"{each}_scale": torch.ones(()) for each in ("0.activation", "0.input", "k")}
     model = net(recipe, frozen)
     assert loaded(model, entries | calibrated, tmp_path) == ([], [])
@@ -139,7 +139,7 @@ def test_entries_that_are_refused_by_name(
 
 
 def test_a_layer_of_other_code_keeps_its_codes(tmp_path: Path) -> None:
-    """Its module multiplies them by a parameter of its own."""
+    """The codes stay codes if the module itself multiplies them by a scale parameter."""
     model = nn.Sequential(nn.Linear(K, N, bias=False), nn.LayerNorm(N)).requires_grad_(False)
     model[0].weight = nn.Parameter(torch.zeros(N, K).to(torch.float8_e4m3fn), False)
     model[0].weight_scale_inv = nn.Parameter(torch.zeros(()), False)
@@ -187,7 +187,7 @@ def test_experts_of_several_dtypes(
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_experts_whose_entries_share_scales(tmp_path: Path, mixed: bool) -> None:
-    """The matrix of gate and up has one scale; each had its own in the checkpoint."""
+    """The model has one scale for gate and up together; the checkpoint has one for each."""
     model = with_experts(True, "tensorwise")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     entries = {}

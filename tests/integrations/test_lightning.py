@@ -1,4 +1,4 @@
-"""Lightning on two ranks: the Trainer's losses and resumed runs; the code of the page."""
+"""Lightning's Trainer on two ranks: losses, resumed runs, and the code of the page."""
 
 import os
 import re
@@ -59,7 +59,7 @@ class Module(LightningModule):
         return optimizer
 
     def training_step(self, unused: torch.Tensor, index: int) -> torch.Tensor:
-        # A resumed Trainer begins the data anew.
+        # (A resumed Trainer restarts the data, so draw by the global step.)
         data = self.device_mesh["data_parallel"]
         seed = self.global_step * data.size() + data.get_local_rank()
         loss = self.net(batch(seed)).square().mean()
@@ -68,7 +68,7 @@ class Module(LightningModule):
 
 
 def launched() -> None:
-    """Let Lightning find the ranks of the pool."""
+    """Set the environment from which Lightning learns about the ranks of the pool."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     os.environ.update(NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500")
@@ -98,7 +98,7 @@ def by_trainer(folder: str, sizes: dict[str, int]) -> Any:
 
 
 def one_process(data_parallel_size: int) -> list[list[float]]:
-    """The losses of each data-parallel rank's batches, in float8 on one device."""
+    """The losses for the batches of each data-parallel rank, in float8 on one device."""
     net = convert_to_float8_training(Net())
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses = []
@@ -123,7 +123,7 @@ def test_losses_and_resumed_runs(ranks: RankPools, tmp_path: Path, dp: int, tp: 
 
 
 class Model(nn.Module):
-    """Has blocks, and returns its loss, as the page's model does."""
+    """A model with blocks that returns its loss, as on the page."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Model(nn.Module):
 
 
 def gathers_of_the_page(folder: str, code: str) -> int:
-    """Elements that a section's model gathers in float8, after its program has run."""
+    """Run the program of a section; return the float8 elements that its model then gathers."""
     launched()
     os.chdir(folder)
     batches = DataLoader([{"x": torch.ones(64)} for _ in range(4)], batch_size=1)

@@ -1,4 +1,4 @@
-"""PEFT's LoRA beside a float8 base: training, and merges, which write through ``.data``."""
+"""PEFT's LoRA on a float8 base: training, and merges, which write through ``.data``."""
 
 import re
 from contextlib import chdir
@@ -40,7 +40,7 @@ from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParalle
 
 
 class MLP(nn.Module):
-    """Two layers, whose names PEFT is given."""
+    """Two layers, ``up`` and ``down``, to which PEFT adds adapters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh, has_float8: bool) -> None:
-    """Shard layers, and the adapters of a layer as the layer itself."""
+    """Shard the layers, and adapters in the same way as their layers."""
     plan: dict[str, ParallelStyle] = {
         "up.base_layer": (Float8ColwiseParallel if has_float8 else ColwiseParallel)(),
         "down.base_layer": (Float8RowwiseParallel if has_float8 else RowwiseParallel)(),
@@ -66,7 +66,7 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, has_float8: bool) -> Non
 
 
 def losses_of(way: str, config: Float8LinearConfig | None) -> list[float]:
-    """Losses of a ReLoRA loop, with the adapters merged, unmerged, and merged for good."""
+    """Losses of a ReLoRA loop; adapters are merged, unmerged, and permanently merged."""
     base: nn.Module = MLP() if config is None else convert_to_float8_training(MLP(), config=config)
     found: list[float] = []
     x, target = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(3))
@@ -74,7 +74,7 @@ def losses_of(way: str, config: Float8LinearConfig | None) -> list[float]:
     def loss(of: nn.Module) -> torch.Tensor:
         return (of(x) - target).square().mean()
 
-    # (FSDP2's groups get no new parameters, and PEFT makes no new adapters of sharded layers.)
+    # (FSDP2 can't take new parameters later, and PEFT can't add adapters to sharded layers.)
     for stage in range(2 if way in ("one device", "DDP") else 1):
         torch.manual_seed(4 + stage)
         adapters = LoraConfig(r=8, lora_alpha=32, target_modules=["up", "down"])
@@ -94,10 +94,10 @@ def losses_of(way: str, config: Float8LinearConfig | None) -> list[float]:
             value.backward()
             optimizer.step()
             found.append(value.item())
-        # In training mode, with gradients: what a forward keeps must not outlive a merge.
+        # In training mode, with gradients: caches of a forward must not outlive a merge.
         for change in (peft.merge_adapter, peft.unmerge_adapter, peft.merge_and_unload):
             if isinstance(base, FSDPModule):
-                base.reshard()  # the shards are what adapters are merged into
+                base.reshard()  # adapters are merged into the shards
             change()
             found.append(loss(base).item())
         if handle is not None:
@@ -117,18 +117,18 @@ def all_losses(recipe: str) -> dict[str, list[float]]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
 def test_merges_are_seen(ranks: RankPools, recipe: str) -> None:
-    """A merge that goes unnoticed changes a loss by 10 % and more."""
+    """Merges are noticed. (An unnoticed merge changes a loss by 10 % or more.)"""
     expected = torch.tensor(losses_of("one device", None))
     for way, losses in ranks(2).run(all_losses, recipe)[0].items():
         found = torch.tensor(losses)
         assert ((found / expected[: len(found)] - 1).abs() < 0.05).all(), (way, found, expected)
 
 
-# Bases that are stored in float8
+# Bases stored in float8
 
 
 def distributed(base: nn.Module, size: int) -> None:
-    """FSDP2 on 2 ranks; on 4 also tensor parallelism."""
+    """Apply FSDP2 on 2 ranks, and FSDP2 x tensor parallelism on 4."""
     if size == 4:
         tensor_parallel(base, device_mesh(dp=2, tp=2)["tp"], True)
     if size > 1:
@@ -136,7 +136,7 @@ def distributed(base: nn.Module, size: int) -> None:
 
 
 def adapted(recipe: str, order: str, size: int = 1, **options: Any) -> tuple[nn.Module, PeftModel]:
-    """A converted base with adapters; ``order``: when it is frozen, "before" or "after" these."""
+    """A converted base with adapters; ``order``: whether it is stored "before" or "after" them."""
     base = convert_to_float8_training(MLP(), config=CONFIGS[recipe])
     if order == "before":
         freeze(base.requires_grad_(False))
@@ -170,7 +170,7 @@ def train(model: nn.Module, steps: int = 50, rank: int = 0) -> list[float]:
 @pytest.mark.filterwarnings("ignore")
 @on_ranks("size")
 def test_a_stored_base_trains_the_same_adapters(recipe: str, size: int) -> None:
-    """Bit for bit, beside a plain base: one that is frozen before or after adapters."""
+    """Losses equal those of a plain base bit for bit, if it is stored before or after adapters."""
     rank = device_mesh(dp=2, tp=size // 2).get_local_rank("dp") if size > 1 else 0
     plain, *stored = [
         train(adapted(recipe, order, size)[1], 10, rank) for order in ("", "before", "after")
@@ -181,7 +181,7 @@ def test_a_stored_base_trains_the_same_adapters(recipe: str, size: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["rowwise_folded", "mxfp8"])
 def test_merges_into_a_stored_base(recipe: str) -> None:
-    """The sum is cast again, like the sum of weights in high precision."""
+    """A merge casts the sum again, as for weights in high precision."""
     base, peft = adapted(recipe, "after")
     plain, plain_peft = adapted(recipe, "")
     trained = train(peft)[-1]
@@ -193,14 +193,14 @@ def test_merges_into_a_stored_base(recipe: str) -> None:
     peft.merge_adapter()
     plain_peft.merge_adapter()
     assert loss(base) == pytest.approx(loss(plain), rel=0.02)
-    # The same as to freeze the sum of the values that were stored.
+    # (The merge cast the sum of adapters and stored values; unmerging casts once more.)
     weight = dequantized(base.up.base_layer)  # type: ignore[union-attr]
     peft.unmerge_adapter()
     assert not torch.equal(dequantized(base.up.base_layer), weight)  # type: ignore[union-attr]
     assert loss(base) == pytest.approx(trained, rel=0.15)
     peft.add_adapter("other", LoraConfig(r=4, target_modules=["up"]))
     peft.set_adapter("other")
-    assert loss(peft) > 0.9  # of a new adapter
+    assert loss(peft) > 0.9  # the loss with a new adapter
     peft.set_adapter("default")
     with peft.disable_adapter():
         assert loss(peft) > 0.9
@@ -245,7 +245,7 @@ ONE_DEVICE, FSDP2 = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 def run_block(code: str, folder: str) -> tuple[list[str], list[str]]:
-    """The float8 layers of the merged model, and which of its weights the merge has changed."""
+    """Run a block; return the float8 layers of the merged model, and the weights that changed."""
     code = code.replace("...  # train\n", TRAINING)
     batches = [{key: ids[None] for key, ids in row.items()} for row in dataset(8)]
     scope: dict[str, Any] = {"model": llama(), "batches": batches}

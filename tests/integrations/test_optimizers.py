@@ -1,4 +1,4 @@
-"""Optimizers on weights that FSDP2 gathers in float8: plain state, fresh scales, the same bits."""
+"""Optimizers with float8 gathers of FSDP2: plain states, current scales, the same bits."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -32,10 +32,10 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 
 def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.Tensor], list[int]]:
-    """The weights after some steps on 2 ranks, and the amax all-reduces of each step."""
+    """The weights after some steps on 2 ranks, and the number of amax all-reduces per step."""
     mesh = device_mesh(dp=2)
     config = Float8LinearConfig(enable_fsdp_float8_all_gather=float8_gather)
-    # float8 GEMMs in both: without the gather, weights are cast by each layer.
+    # GEMMs are float8 in either case; without float8 gathers, each layer casts its weight.
     net = convert_to_float8_training(Net(dim=64, hidden=128), config=config)
     for layer in net.layers:  # type: ignore[union-attr]
         fully_shard(layer, mesh=mesh)
@@ -53,11 +53,11 @@ def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.
             optimizer.step()
             optimizer.zero_grad()
         reduced.append(audit.count("all_reduce", dtype=torch.int32))
-    # Nothing of the type that FSDP2 gathers in float8 may be among an optimizer's state.
+    # Optimizer states must not have the type of FSDP2's weights with float8 gathers.
     for value in itertools.chain.from_iterable(s.values() for s in optimizer.state.values()):
         assert "fp8_dist" not in type(local_tensor(value)).__module__
     if isinstance(optimizer, AdamWScheduleFree):
-        # Writes other values into the weights, outside of a step.
+        # This changes weights outside of a step.
         optimizer.eval()
     with torch.no_grad():
         output = net(torch.ones(1, 4, 64))
@@ -69,9 +69,9 @@ def trained(name: str, float8_gather: bool, steps: int = 3) -> tuple[list[torch.
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_training(name: str) -> None:
-    with mock.patch.object(torch, "compile", lambda function, **_: function):  # by torchao's
+    with mock.patch.object(torch, "compile", lambda function, **_: function):  # used by torchao
         ours, reduced = trained(name, float8_gather=True)
         theirs, _ = trained(name, float8_gather=False)
     assert all(map(same_bits, ours, theirs))
-    # The first step finds no scales: one all-reduce per weight, and precompute's.
+    # The first step has no cached scales: one all-reduce per weight, and that of precompute.
     assert reduced == [7, 1, 1]

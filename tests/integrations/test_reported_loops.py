@@ -1,4 +1,4 @@
-"""docs/report.md: its loops run as they stand, and a browser shows their runs on one page."""
+"""docs/report.md: its loops run unchanged, and a browser shows their runs on one page."""
 
 import itertools
 import os
@@ -37,7 +37,7 @@ STEPS, FAULT = 21, 20  # the step of the fault, whose casts are recorded
 
 
 class Net(nn.Module):
-    """Norms and linear layers; the output of one norm has an outlier in the fault's step."""
+    """Norms and linear layers. In the step of the fault, the output of one norm has an outlier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def inputs() -> list[torch.Tensor]:
 
 
 def with_fsdp2(folder: Path) -> None:
-    """Runs on every rank."""
+    """Run the FSDP2 loop; called on every rank."""
     os.chdir(folder)
     torch.manual_seed(0)
     scope = {"model": Net(), "batches": inputs(), "loss_of": lambda y: y.square().mean()}
@@ -73,7 +73,7 @@ def with_fsdp2(folder: Path) -> None:
 
 
 def with_trainer(folder: Path) -> None:
-    """Runs on every rank, under DDP."""
+    """Run the Trainer with DDP; called on every rank."""
     os.chdir(folder)
     options = {"max_steps": STEPS, "logging_steps": 2, "save_steps": 99, "report_to": "none"}
     with launched():
@@ -82,7 +82,7 @@ def with_trainer(folder: Path) -> None:
 
 
 class Module(lightning.LightningModule):
-    """A net, converted."""
+    """A Lightning module around a converted net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,11 +180,11 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     assert -1 < target.bounding_box()["y"] < 900
     page.locator("#anomalies a").nth(1).click()
     assert page.locator("section:visible").all_inner_texts() == [
-        "first: layers.1",  # the first one of each run is shown always
+        "first: layers.1",  # the first layer of each run is always shown
         "first: layers.2",
         "lightning: net.layers.1",
     ]
-    # The page is dark where the browser is, pictures too.
+    # With a dark theme in the browser, the page and its pictures are dark.
     colors = "[document.body, document.images[0]].map(e => getComputedStyle(e)).map(s => s.filter + s.backgroundColor)"
     for theme, shown in (
         ("light", ["nonergb(255, 255, 255)", "nonergba(0, 0, 0, 0)"]),
@@ -192,7 +192,7 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     ):
         page.emulate_media(color_scheme=theme)
         assert page.evaluate(colors) == shown
-    # Maps with a fault are not folded away.
+    # Maps with a fault are not collapsed.
     assert page.locator("details:has-text('input as') img").first.is_visible()
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert problems == []

@@ -1,4 +1,4 @@
-"""Round trips of converted models through safetensors, whose files hold plain tensors alone."""
+"""Round trips of converted models through safetensors, whose files hold only plain tensors."""
 
 import dataclasses
 from pathlib import Path
@@ -16,12 +16,12 @@ from fp8_dist import Float8LinearConfig, convert_to_float8_training
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8", "delayed"])
 @pytest.mark.parametrize(("gather", "by_model"), [(False, True), ("auto", False)])
 def test_round_trips(tmp_path: Path, recipe: str, gather: Any, by_model: bool) -> None:
-    """By ``save_file`` and ``load_file`` of a state_dict, or by ``save_model`` and ``load_model``."""
+    """With ``save_file`` and ``load_file``, or with ``save_model`` and ``load_model``."""
     config = Float8LinearConfig.from_recipe_name(recipe)
     config = dataclasses.replace(config, enable_fsdp_float8_all_gather=gather)
     path, x = tmp_path / "model.safetensors", torch.randn(2, 4, 64)
     saved, loaded = (convert_to_float8_training(Net(seed=seed), config=config) for seed in (1, 2))
-    loaded(x).sum().backward()  # what is known of the weights before is of no use after
+    loaded(x).sum().backward()  # caches statistics, which the load must make stale
     if by_model:
         save_model(saved, path)
         load_model(loaded, path)

@@ -1,4 +1,4 @@
-"""The benchmarks: real runs at their smallest sizes, and what they count."""
+"""The benchmarks: real runs with the smallest sizes, and the arithmetic of timings."""
 
 import argparse
 import re
@@ -35,14 +35,14 @@ def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] += next(durations)
 
         def before() -> None:
-            now[0] += 100  # the clock does not see it
+            now[0] += 100  # not timed
 
         return Timed(run, before)
 
     monkeypatch.setitem(timing.CLOCKS, "wall", lambda: now[0])
     candidates = {"a": takes("a", 50, 1, 3, 2), "b": takes("b", 70, 6, 5, 7)}
     assert timing.medians(candidates, options()) == {"a": 2, "b": 6}
-    assert "".join(order) == "abbaabba"  # none always follows the same one
+    assert "".join(order) == "abbaabba"  # no candidate always follows the same one
     candidates = {"a": takes("a", 9, 9, 9, 9, 9, 9, 1, 3, 2, 4, 3, 7)}
     assert timing.medians(candidates, options(), warm_up=3, calls=2) == {"a": 3}
 
@@ -104,7 +104,7 @@ def test_steps_on_a_mesh(ranks: RankPools) -> None:
 
 
 def test_steps_train() -> None:
-    """The next step begins with what follows this one, and uses its weights."""
+    """The update of scales follows each step, and the next step uses the new weights."""
     batch = torch.randint(256, (2, 2, 16))
     with pytest.MonkeyPatch.context() as patch:
         calls: list[torch.nn.Module] = []

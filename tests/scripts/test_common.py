@@ -45,7 +45,7 @@ def test_sqnr() -> None:
 
 
 def gloo_threads_and_devices() -> tuple[set[int], int]:
-    """Threads that run the collectives of a group; devices of the default group and another."""
+    """The numbers of threads of two groups, and the number of devices that they have."""
     groups = [dist.group.WORLD, dist.new_group([0])]
     options = [group._get_backend(torch.device("cpu")).options for group in groups]
     devices = {id(device) for each in options for device in each._devices}
@@ -122,7 +122,7 @@ def test_a_layer_in_bf16_multiplies_in_fp32_where_bf16_is_slow() -> None:
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     with Watching() as operators:
         output = layer(x)
-    assert operators.seen.count("aten._to_copy.default") == 3  # two operands, and the result
+    assert operators.seen.count("aten._to_copy.default") == 3  # both operands, and the result
     assert same_bits(output, (x.float() @ layer.weight.float().t()).bfloat16())
     output.backward(gradient := torch.randn_like(output))
     assert same_bits(x.grad, (gradient.float() @ layer.weight.float()).bfloat16())

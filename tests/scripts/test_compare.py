@@ -1,4 +1,4 @@
-"""Comparisons of runs: of two, and of recipes and transports over several seeds."""
+"""Comparisons of two runs, and of recipes and transports over several seeds."""
 
 import json
 import re
@@ -16,7 +16,7 @@ QUICK = ["--steps", "2", "--seeds", "2", "--batch-size", "8", "--seq-len", "16"]
 
 
 def write_run(folder: Path, recipe: str, losses: list[float], sizes: dict[str, int]) -> Path:
-    """Writes the files of a run; sizes: bytes by "op dtype"."""
+    """Write the files of a run; sizes: bytes by "op dtype"."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"recipe": recipe, "steps": len(losses)}))
     lines = [
@@ -100,7 +100,7 @@ def test_a_run_that_was_cut_off(tmp_path: Path, end: int, message: str) -> None:
 
 
 def test_commands_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each run's options are right, and its losses are read from the folder that they name."""
+    """Each run gets the right options, and its losses are read from its folder."""
     commands: list[list[str]] = []
 
     def run(command: list[str], **_: object) -> SimpleNamespace:
@@ -131,7 +131,7 @@ def test_refused_options(options: list[str]) -> None:
 
 
 def losses(**factors: tuple[float, float]) -> Losses:
-    """Two seeds that differ much from each other, and variants that differ little from bf16."""
+    """Losses for two seeds, which differ much, and for variants, which differ little from bf16."""
     bf16 = (3.0, 2.0)
     return {"bf16": [[x] for x in bf16]} | {
         name: [[x * f] for x, f in zip(bf16, both, strict=True)] for name, both in factors.items()

@@ -1,4 +1,4 @@
-"""Every example runs under torchrun as its docstring says, and learns; so do those of README.md."""
+"""All examples run with the command in their docstring, and learn; so do those in README.md."""
 
 import argparse
 import inspect
@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "scripts" / "examples"
-# What is gathered in float8 in a step: messages and bytes, by axis and dtype.
+# The float8 gathers of a step, (messages, bytes) by axis and dtype.
 GATHERED = {
     "fsdp2": {("dp", "float8_e4m3fn"): (4, 786_432)},
     "experts": {
@@ -27,7 +27,7 @@ GATHERED = {
         ("world", "float8_e4m3fn"): (4, 196_608),
     },
     "accelerate_fsdp2": {("world", "float8_e4m3fn"): (4, 655_360)},
-    # Per block over tp: the input of attention and of the feed-forward, two output gradients.
+    # Over tp, per block: the inputs of attention and feed-forward, and two output gradients.
     "fsdp2_tensor_parallel": {
         ("dp", "float8_e4m3fn"): (4, 393_216),
         ("tp", "float8_e4m3fn"): (4, 262_144),
@@ -39,13 +39,13 @@ PAGES = {
     "fsdp2_tensor_parallel": "tensor_parallel",
     "accelerate_fsdp2": "transformers",
 }
-# Their pages show the table of the last step.
+# Examples whose pages show the table of the last step.
 SHOWN = ("fsdp2", "fsdp2_tensor_parallel")
 README = (ROOT / "README.md").read_text()
 FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 SHARDING = "for block in model.layers:\n    fully_shard(block)\nfully_shard(model)\n"
 
-# What the README calls the reader's.
+# The code that the README leaves to the reader.
 YOURS = """
 import os
 import torch
@@ -64,7 +64,7 @@ def loss_of(logits, targets):
     losses.append(loss.item())
     return loss
 """
-# A step more, counted by what the README says about counting.
+# Another step, with collectives counted as in the README.
 COUNTED = """
 import fp8_dist
 with fp8_dist.debug.comm_audit() as audit:
@@ -80,7 +80,7 @@ torch.distributed.destroy_process_group()
 
 
 class Launcher:
-    """A process that has imported what the examples need, and forks their ranks."""
+    """A process that has imported the libraries of the examples, and forks their ranks."""
 
     def __init__(self, pool: ProcessPoolExecutor, environment: dict[str, str]) -> None:
         with patch.dict(os.environ, environment, OMP_NUM_THREADS="1"):
@@ -109,7 +109,7 @@ def launcher() -> Iterator[Launcher]:
 
 
 def output_of(launcher: Launcher, name: str, folder: Path) -> str:
-    """What the command in an example's docstring prints, run in a folder."""
+    """Run the command in an example's docstring in a folder, and return its output."""
     text = (EXAMPLES / f"{name}.py").read_text().replace("\\\n", "")
     pattern = r"^(torchrun|accelerate launch) (--\S+) (\S+) +(scripts/examples/\w+\.py)$"
     found = re.search(pattern, text, re.M)
@@ -161,7 +161,7 @@ def test_the_engine_has_the_logits_of_the_trainer(launcher: Launcher, tmp_path: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about CPUs")
 @pytest.mark.parametrize("cpu", ["true", "false"])
 def test_accelerate_on_cpus(launcher: Launcher, cpu: str, tmp_path: Path) -> None:
-    """The second command in the docstring; without its variable each rank would train alone."""
+    """Run the second command in the docstring. (Without its variable ranks would train alone.)"""
     text = (EXAMPLES / "accelerate_fsdp2.py").read_text()
     found = re.search(r"^ACCELERATE_USE_CPU=true torchrun (.*) (scripts/\S+)$", text, re.MULTILINE)
     assert found
@@ -178,7 +178,7 @@ def test_accelerate_on_cpus(launcher: Launcher, cpu: str, tmp_path: Path) -> Non
 
 def test_the_readme(launcher: Launcher, tmp_path: Path) -> None:
     def result(code: str, ranks: int) -> str:
-        """What rank 0 prints about a program."""
+        """The output of rank 0 for a program."""
         program = tmp_path / f"on_{ranks}.py"
         program.write_text(f"{YOURS}\n{code}\n{COUNTED}")
         good, out, err = launcher(tmp_path, "--nproc-per-node", str(ranks), str(program))
@@ -187,15 +187,15 @@ def test_the_readme(launcher: Launcher, tmp_path: Path) -> None:
         return line
 
     assert README.index(FSDP2) < README.index("## ")
-    # Two blocks are gathered for the forward and again for the backward; one update of all scales.
+    # Two blocks are gathered in forward and in backward. One all-reduce updates all scales.
     assert result(FSDP2, 2) == "True [4, 0] 1"
     assert SHARDING in FSDP2
-    # Per block: the weights twice and two inputs (e4m3), two output gradients (e5m2).
+    # Per block: weights twice and two inputs in e4m3, two output gradients in e5m2.
     assert result(FSDP2.replace(SHARDING, TENSOR_PARALLEL), 4).startswith("True [8, 4] ")
 
 
 def check_saved(folder: Path) -> None:
-    """Plain transformers loads a checkpoint, whose model has learnt."""
+    """Check that plain transformers loads a checkpoint, and that its model has learnt."""
     model = LlamaForCausalLM.from_pretrained(folder)
     text = inspect.getsource(argparse).encode()[40_000:40_512]
     ids = torch.tensor(list(text)).view(8, 64)

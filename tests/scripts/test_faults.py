@@ -1,4 +1,4 @@
-"""The patches of scripts.measure.mutations."""
+"""The faults of scripts.measure.mutations."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_a_patch() -> None:
 
 
 def test_each_fault_can_be_planted() -> None:
-    """And its test is there to catch it."""
+    """Also, the test that must catch a fault exists."""
     faults = read_faults(FAULTS.read_text())
     assert [reason for reason in map(problem, faults) if reason] == []
     for fault in faults:

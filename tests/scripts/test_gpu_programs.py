@@ -1,4 +1,4 @@
-"""The programs for machines with GPUs, rehearsed without one: the day, its cases and its tables."""
+"""The programs for machines with GPUs, run without one: gpu_day, its cases and its tables."""
 
 import argparse
 import json
@@ -39,9 +39,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYER = "2048 x 4096 x 14336"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
-# Calls and stages of a day
+# Calls and stages of gpu_day
 
-# An interpreter that finds a GPU, and whose stages append a line.
+# A fake interpreter that reports a GPU, and whose stages append a line.
 PYTHON = f"""#!{sys.executable}
 import json, os, sys
 if sys.argv[2] == "scripts.bench.gpu_day":
@@ -85,7 +85,7 @@ def interpreter(folder: Path, program: str) -> str:
 
 
 def test_faults_leave_every_other_line(tmp_path: Path) -> None:
-    """A case raises, one leaves a device that answers no more, one ends its process, one hangs."""
+    """Cases that raise, break the device, end the process or hang don't affect other results."""
     group = Group(300, (Stage("faults", ("-c", FAULTS), patience=5),))
     Day(sys.executable, tmp_path, tmp_path).run([group], time.monotonic(), 300)
     errors = {result.name: result.error for result in read(tmp_path / "results.jsonl")}
@@ -102,7 +102,7 @@ def test_faults_leave_every_other_line(tmp_path: Path) -> None:
 
 
 def test_a_group_ends_at_its_time_and_its_results_are_kept(tmp_path: Path) -> None:
-    """The others of its group, and those behind it, have theirs; Python's own status is no stage's."""
+    """Other stages of this and later groups have full results. Exit status 1 is an error."""
     slow = "import time; print('begins', flush=True); time.sleep(99)"
     program = {"slow": slow, "quick": "print()", "last": "print(1)"}
     program |= {"import": "import nosuchmodule", "status": "raise SystemExit(3)"}
@@ -154,7 +154,7 @@ def test_calls_fit_their_time_and_programs_take_the_words_of_stages(
     monkeypatch.setattr(gpu_results, "run", lambda args, cases: started.append(args.stage))
     monkeypatch.setattr(pytest, "main", run_tests)
     for call, groups in CALLS.items():
-        assert sum(group.seconds for group in groups) <= SECONDS[call] - 4  # of starting
+        assert sum(group.seconds for group in groups) <= SECONDS[call] - 4  # for starting
         names = [stage.name for group in groups for stage in group.stages]
         assert len({*names}) == len(names)
         started.clear()
@@ -165,18 +165,18 @@ def test_calls_fit_their_time_and_programs_take_the_words_of_stages(
         assert started == ["tests" if name == "ranks" else name for name in names]
 
 
-# Results, and the page of them
+# Results, and the page that shows them
 
 
 def test_cases_that_can_not_be_made_are_an_error(tmp_path: Path) -> None:
-    """It is written whatever cases were chosen, and behind a line that is cut off."""
+    """The error is written no matter which cases were chosen, even after a truncated line."""
 
     def cases() -> Iterator[tuple[str, Callable[[], Result]]]:
         yield "first", Result
         raise RuntimeError("no more")
 
     parser, path = argparse.ArgumentParser(), tmp_path / "results.jsonl"
-    path.write_text('{"stage": "cut o')  # by the end of its writer
+    path.write_text('{"stage": "cut o')  # its writer was stopped
     add_options(parser, "stage")
     args = parser.parse_args(["--results", str(path), "--only", "first"])
     assert run(args, cases()) == FAILED
@@ -185,7 +185,7 @@ def test_cases_that_can_not_be_made_are_an_error(tmp_path: Path) -> None:
 
 
 def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Medians of all turns, and the baseline again."""
+    """The page has medians over all turns, and the repeated baseline."""
     path, shape = tmp_path / "results.jsonl", "8192 x 4096 x 14336"
     ident = {"card": "NVIDIA H100", "commit": "abc"}
     layer_fields = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
@@ -230,12 +230,12 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{path}, line 1, is no result" in capsys.readouterr().err
 
 
-# Kernels and compiled casts, against other code
+# Kernels and compiled casts, compared with other code
 
 
 @pytest.fixture
 def tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`tried(part, *options)`: the results of a part on the CPU, by the name of the case."""
+    """`tried(part, *options)` runs a part on the CPU, and returns results by name of the case."""
     monkeypatch.setattr(gpu_operators, "SHAPES", {False: (48, 256), True: (37, 131)})
 
     def run(part: str, *options: str, status: int = 0) -> dict[str, str]:
@@ -248,7 +248,7 @@ def tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_calls_reach_every_operator_and_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And each choice of block sizes is a case."""
+    """Also, each choice of block sizes is a case."""
     launched: set[Tuned] = set()
     monkeypatch.setattr(gpu_operators, "SHAPES", {False: (48, 256), True: (37, 131)})
     monkeypatch.setattr(Tuned, "__call__", lambda tuned, *_, **__: launched.add(tuned))
@@ -276,7 +276,7 @@ def test_processes_share_the_calls_and_find_a_wrong_choice(
 ) -> None:
     only = "kernels", "--only", "scaling_from"
     parts = [tried(*only, "--part", f"{i}/3") for i in (1, 2, 3)]
-    for part in parts:  # has all cases of a call
+    for part in parts:  # each part has all cases of a call
         assert {name.rpartition(", ")[0] + ", tuned" for name in part} <= part.keys()
     launched, calls = gpu_smoke_run.launched, []
 
@@ -305,7 +305,7 @@ def test_differences_are_named() -> None:
 
 
 class Kernel(CachingAutotuner):
-    """A kernel with launch configs, of which the last one writes a NaN."""
+    """A kernel whose last launch config writes a NaN."""
 
     def __init__(self) -> None:
         self.launchers: list[Any] = [lambda x: x, lambda x: x, lambda x: x.fill_(0x7F)]
@@ -331,7 +331,7 @@ def test_a_wrong_launch_config_is_found(tried: Any, monkeypatch: pytest.MonkeyPa
     assert "config 2, transposed: 1 of 3072 elements differ, the first at (3, 5): nan" in text
 
 
-# Benchmarks, on a device that computes nothing
+# Benchmarks, on a fake device that computes nothing
 
 
 def names(results: list[Result]) -> list[str]:
@@ -342,7 +342,7 @@ def names(results: list[Result]) -> list[str]:
     torch.version.cuda is not None, reason="a build of torch for CUDA looks for its driver"
 )
 def test_a_rehearsal(tmp_path: Path) -> None:
-    """Few cases of each stage. What failed is a line, and is not tried again in its process."""
+    """Run a few cases of each stage. Failures are written, and not tried again in their process."""
     path = tmp_path / "results.jsonl"
     words = ["--repeat", "2", "--results", str(path), "--begun", str(tmp_path / "begun")]
     code = f"""
@@ -395,7 +395,7 @@ for part in ("kernels", "inductor"):
     assert optimizer.readings == step.readings == (1e-3, 1e-3)
     assert [line.recipe for line in lines["experts"]] == ["bf16", "bf16"]
     assert [line.recipe for line in lines["nccl"]] == ["bf16", "tensorwise", *TORCHAO[:1]]
-    assert "NCCL" in lines["nccl"][0].error  # which a build for CPUs has not
+    assert "NCCL" in lines["nccl"][0].error  # which a CPU build lacks
     assert "choice 1, side stream" in " ".join(names(lines["smoke kernels"]))
     assert len(names(lines["smoke inductor"])) == 2
 

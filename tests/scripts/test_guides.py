@@ -1,4 +1,4 @@
-"""The guides of CONTRIBUTING, followed to the letter in a copy of the checkout, leave green tests."""
+"""Following the guides in CONTRIBUTING, in a copy of the checkout, leaves passing tests."""
 
 import re
 from pathlib import Path
@@ -7,14 +7,14 @@ from scripts.measure.mutations import PASSED, ROOT, checkout, run_tests
 
 
 def named_tests(guide: str) -> list[str]:
-    """The files of tests that a section of CONTRIBUTING names."""
+    """The test files that a section of CONTRIBUTING names."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     section = text.partition(f"\n## {guide}\n")[2].partition("\n## ")[0]
     return re.findall(r"`(tests/(?:unit|distributed)/[\w/]+\.py)`", section)
 
 
 def insert(file: Path, after: str, text: str) -> None:
-    """Insert text behind the only place of a file that holds ``after``."""
+    """Insert text into a file after the only occurrence of ``after``."""
     source = file.read_text()
     assert source.count(after) == 1, (file, after)
     file.write_text(source.replace(after, after + text))
@@ -22,7 +22,7 @@ def insert(file: Path, after: str, text: str) -> None:
 
 RECIPE = "tensorwise_e4m3"
 GRID = "tests/distributed/test_mesh_grid.py"
-# By guide, of some files that it names these tests alone.
+# By guide, the tests to run in some files (by default all).
 CHOSEN = {
     "Adding a recipe": {
         GRID: ["::test_operands[FSDP2 x2]"],
@@ -35,7 +35,7 @@ CHOSEN = {
 
 
 def add_recipe(folder: Path) -> None:
-    """Scales as those of tensorwise, but for the dtype of gradients."""
+    """Add a recipe that differs from tensorwise in the dtype of gradients."""
     names = folder / "fp8_dist/recipe_names.py"
     insert(names, '    MXFP8 = "mxfp8"\n', f'    {RECIPE.upper()} = "{RECIPE}"\n')
     insert(
@@ -56,7 +56,7 @@ def add_recipe(folder: Path) -> None:
 
 
 def add_scaling_scheme(folder: Path) -> None:
-    """The example under another name, with blocks of another size."""
+    """Add the example scheme under another name, with blocks of another size."""
     example = folder / "tests/support/two_level.py"
     scheme, _, _ = example.read_text().partition("\n\ndef config_named(")
     for old, new in (

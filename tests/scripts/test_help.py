@@ -1,4 +1,4 @@
-"""Commands answer --help, and wrong options, without an import of what takes seconds."""
+"""Commands answer --help and wrong options without importing slow packages."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# (A program of examples is one file, which users copy: its imports are at the top.)
+# (Examples are also left out: they are single files to copy, with imports at the top.)
 LEFT_OUT = {
     "scripts.train.torchtitan_cpu": "the options are torchtitan's, which imports torch for them",
 }
@@ -48,7 +48,7 @@ for line in sys.stdin.read().splitlines():
 
 
 def commands() -> list[str]:
-    """The modules of scripts/ that Python runs, examples excepted."""
+    """The modules of scripts/ that can be run, except examples."""
     found = []
     for path in (ROOT / "scripts").rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
@@ -59,7 +59,7 @@ def commands() -> list[str]:
 
 
 def test_commands_answer_without_torch() -> None:
-    """In one process, for what each of them imports is checked again by a finder of modules."""
+    """Run all commands in one process, with a finder that refuses imports of slow packages."""
     lines = [f"{name} --help" for name in commands()]
     assert len(lines) > 20
     wrong = dict(line.split(": ", 1) for line in WRONG.splitlines())

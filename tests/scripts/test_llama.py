@@ -59,7 +59,7 @@ deepseek_v3  671,026,404,352""",
 
 
 def initial_weights(mesh_shape: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Runs on every rank: the full weights of a model initialized as FSDP2 x TP shards."""
+    """The full weights of a model initialized as FSDP2 x TP shards; called on every rank."""
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("dp", "tp"))
     with torch.device("meta"):
         model = Llama(TINY)

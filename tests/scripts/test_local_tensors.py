@@ -1,4 +1,4 @@
-"""The program of plain local tensors in docs/tensor_parallel.md prints what the page shows."""
+"""The program in docs/tensor_parallel.md for plain local tensors prints what the page shows."""
 
 import contextlib
 import io

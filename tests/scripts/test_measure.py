@@ -1,4 +1,4 @@
-"""The measurements: their figures on small cases, and that they notice what they are there for."""
+"""The measurements: their figures on small cases, and the problems that they must detect."""
 
 import dataclasses
 from pathlib import Path
@@ -30,7 +30,7 @@ from scripts.measure.memory_run import WEIGHT, Held
 SHALLOW = {"LAYERS": 2, "SIZES": dataclasses.replace(communication_run.SIZES, n_layers=2)}
 
 
-# Those that checks are about.
+# The variants that checks compare.
 COMPARED = (
     *(
         communication_run.OURS,
@@ -98,7 +98,7 @@ def test_one_copy_loses_where_the_documents_say_so() -> None:
 
 def test_weights_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     w, small = torch.randn(200, 10, 30), torch.randn(64, 512)
-    w[128:] = w[:, 9:] = float("nan")  # left out; so is all but "w"
+    w[128:] = w[:, 9:] = float("nan")  # cropped, or left out
     content = {
         "w": w,
         "small": small,
@@ -152,7 +152,7 @@ def test_memory_of_models(ranks: RankPools) -> None:
 
 
 def kept_unsharded() -> Held:
-    """What a block keeps that FSDP2 does not reshard after its forward."""
+    """The bytes that a block keeps if FSDP2 does not reshard it after its forward."""
     model = build(BF16, memory_run.CONFIG, device_mesh(dp=2, tp=1))
     model.layers[0].set_reshard_after_forward(False)
     tokens = torch.randint(256, (1, memory_run.SEQUENCE))
@@ -169,7 +169,7 @@ def test_an_unsharded_weight_is_noticed(ranks: RankPools) -> None:
 
 
 def test_nothing_grows() -> None:
-    pool = RankPool(2)  # of its own: other tests leave collectives that nobody has waited for
+    pool = RankPool(2)  # a new pool: other tests leave collectives without a wait
     try:
         results = pool.run(soak_run.soak, 36, ["delayed"])
     finally:
@@ -177,7 +177,7 @@ def test_nothing_grows() -> None:
     for found, kept in results:
         assert len(found) == 6
         broken = [c.sentence for c in soak_run.checks_of(found, kept) if not c.holds]
-        # Resident memory moves by itself in so few steps.
+        # In so few steps, resident memory fluctuates.
         assert [sentence for sentence in broken if "resident memory" not in sentence] == []
 
 
@@ -200,7 +200,7 @@ def test_tables_of_modules_classes_and_caches_are_found() -> None:
     assert "fp8_dist.device.device_has_float8_gemm (cache)" in found
 
 
-# Plans of transformers' models
+# Plans of transformers models
 
 
 def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +213,7 @@ def test_plans_of_models(capsys: pytest.CaptureFixture[str]) -> None:
     assert llama.startswith("| LlamaForCausalLM ")
     assert llama.count(" dB ") == 2
     assert "refused: " in olmo
-    # Models of images and text: without sequence parallelism alone.
+    # Vision-language models run only without sequence parallelism.
     assert qwen_vl.count(" dB ") == 1
     assert "refused: " in qwen_vl
     assert "Qwen3VLForConditionalGeneration" in without

@@ -1,4 +1,4 @@
-"""The script counts cases, and shows one that fails so that it can be run again."""
+"""The script counts cases, and prints a failing case so that it can be run again."""
 
 import random
 import re
@@ -20,7 +20,7 @@ def test_counts(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def wrong(x: torch.Tensor, multiplier: torch.Tensor, *_: object) -> torch.Tensor:
-    """Products that differ from call to call."""
+    """A faulty product, which differs from call to call."""
     return x.float() * multiplier * random.uniform(0.5, 1)
 
 

@@ -1,4 +1,4 @@
-"""Some recorded cases of those that the script draws, of each kind of fault and mesh."""
+"""Some of the script's recorded cases, for each kind of fault and each mesh."""
 
 from dataclasses import replace
 from pathlib import Path

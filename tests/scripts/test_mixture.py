@@ -1,4 +1,4 @@
-"""The mixture of experts of the scripts: its balancing loss, and meshes."""
+"""The scripts' mixture of experts: its balancing loss, and training on meshes."""
 
 import argparse
 import json
@@ -18,8 +18,8 @@ from scripts.train import train, train_run
 
 QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"]
 TINY = LlamaConfig(64, 2, 4, 2, 128, mixture=Mixture(8, 2, 64))
-# One block is dense, one has a shared expert; both have DeepSeek-V3's attention, whose `wkv_a` has a
-# number of rows that 4 ranks do not divide.
+# One block is dense, one has a shared expert. Both have the attention of DeepSeek-V3; 4 ranks do
+# not divide the rows of its `wkv_a`.
 LATENT = replace(
     TINY, mixture=Mixture(8, 2, 64, shared=1, first_dense=1), latent=Latent(32, 46, 16, 16, 16)
 )
@@ -27,7 +27,7 @@ MODEL = {"tiny": TINY, "latent": LATENT}
 
 
 def trained(axes: dict[str, int], options: list[str]) -> None:
-    """Runs on every rank: all that the script does, but for its process group and its mesh."""
+    """Run the script, with another process group and mesh; called on every rank."""
     os.environ["WORLD_SIZE"] = str(torch.distributed.get_world_size())
     with mock.patch.dict(MODELS, MODEL):
         sizes = [word for name, size in axes.items() for word in (f"--{name}", str(size))]

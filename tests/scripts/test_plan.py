@@ -1,4 +1,4 @@
-"""scripts/plan: what it counts under fake tensors is what real ranks count, byte for byte."""
+"""scripts/plan: its counts with fake tensors equal those on real ranks, byte for byte."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +25,7 @@ SMALL = LlamaConfig(64, 2, 8, 4, 96, vocab_size=128, max_seq_len=32)
 UNEVEN = replace(SMALL, ffn_dim=90)
 DP_TP, DP = {"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}
 EP, EP_TP = {"dp": 2, "ep": 2, "tp": 1}, {"dp": 1, "ep": 2, "tp": 2}
-# FSDP2 has more ranks than there are experts on one.
+# FSDP2 has more ranks than an EP rank has experts.
 FEW = replace(SMALL, mixture=Mixture(2, 2, 64))
 LATENT = replace(
     SMALL, mixture=Mixture(8, 2, 64, shared=1, first_dense=1), latent=Latent(32, 46, 16, 16, 16)
@@ -36,7 +36,7 @@ BLOCKS = 3
 
 
 class OwnModel(nn.Module):
-    """What --model takes: tokens [b, s] in, logits [b, s, v] out."""
+    """A model for --model: tokens [b, s] in, logits [b, s, v] out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def on_real_ranks(plan: Plan) -> Step:
 
 
 def on_fake_ranks() -> list[Step]:
-    """Takes the default group's place for good."""
+    """Run the plans in a fake world, which replaces the default group permanently."""
     dist.destroy_process_group()
     with fake_world(WORLD):
         meshes = {tuple(plan.axes.items()): make_mesh(plan) for plan in PLANS}
@@ -98,8 +98,8 @@ def on_fake_ranks() -> list[Step]:
 
 @pytest.fixture(scope="module")
 def planned() -> list[Step]:
-    """By the position in `PLANS`."""
-    pool = RankPool(1)  # a process used for nothing else
+    """The planned steps, in the order of `PLANS`."""
+    pool = RankPool(1)  # a process for this alone
     try:
         return pool.run(on_fake_ranks, timeout=480)[0]
     finally:
@@ -108,7 +108,7 @@ def planned() -> list[Step]:
 
 @pytest.fixture(scope="module")
 def new_ranks(ranks: RankPools) -> RankPool:
-    """For plans without experts first: for those a mesh is flattened, which torch sums over then."""
+    """New ranks. Plans with experts come last: once they flatten the mesh, torch sums over it."""
     ranks(WORLD).close()
     return ranks(WORLD)
 
@@ -120,20 +120,20 @@ def test_a_plan_counts_what_real_ranks_count(
     model = PLANS[position].model
     real = new_ranks.run(on_real_ranks, PLANS[position], timeout=120)
     fake = planned[position]
-    # All ranks send the same. (bf16 sends too: nothing here is an empty list.)
+    # All ranks communicate equally. (So does bf16: no list is empty.)
     assert [each.collectives for each in real] == [fake.collectives] * WORLD
     assert sum(row.count for row in fake.collectives) > 3
-    # Rank 0 is the one that is planned.
+    # The plan is for rank 0.
     assert real[0].memory == fake.memory
     kept = sum(each.memory["parameters"] for each in real)
     plan = PLANS[position]
-    if plan.axes["tp"] == 1:  # tensor parallelism has the norms on all ranks
+    if plan.axes["tp"] == 1:  # with TP, norms are on all ranks
         assert kept == 4 * fake.parameters
     assert fake.weights == real[0].weights
     if isinstance(model, str):
         assert (fake.weights, fake.blocks) == ((7 if model == HF else 2) * BLOCKS, BLOCKS)
         return
-    if model.latent is None:  # q, k, v, o, and three of a feed-forward
+    if model.latent is None:  # q, k, v, o, and three in the feed-forward
         assert (fake.weights, fake.blocks) == (7 * model.n_layers, model.n_layers)
     sent = [row.axis for row in fake.collectives if row.op == "all_to_all" and row.dtype == "int64"]
     assert len(sent) == (model.mixture is not None)
@@ -149,7 +149,7 @@ def test_packed_gathers(planned: list[Step]) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """The message that the script ends with."""
+    """The error message with which the script ends."""
     with pytest.raises(SystemExit, match=r"^2$"):
         plan.parse_args(list(argv))
     return capsys.readouterr().err.rpartition("error: ")[2].strip()
@@ -193,7 +193,7 @@ def test_options_that_are_refused(
 
 
 def tables_of(printed: str) -> dict[str, list[list[str]]]:
-    """The cells of what a run prints, by title; without headings."""
+    """The cells of the printed tables, by title, without headings."""
     parts = printed.split("\n\n")
     return {
         title.strip(): [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
@@ -211,7 +211,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     summary = {line[0]: line for line in found["summary"]}
     encoded = "tensorwise, float8 gradients"
     assert [*summary] == ["tensorwise", "bf16", *PEERS, encoded]
-    # One all-reduce of a number per weight.
+    # One all-reduce, with one number per weight.
     assert (summary["tensorwise"][5], summary["tensorwise"][8]) == ("1", str(4 * 14))
     by_axis = {axis: [int(n.replace(",", "")) for n in sent] for axis, *sent in found["axes"]}
     assert by_axis.keys() == {"dp", "tp", "world"}

@@ -1,4 +1,4 @@
-"""Programs that tests start leave no process behind."""
+"""Programs that tests start leave no processes behind."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ path.with_suffix(".new").write_text(str(os.getpid()))
 path.with_suffix(".new").rename(path)
 time.sleep(1000)
 """
-# torchrun's ranks are leaders of sessions of their own.
+# Like torchrun's ranks, the child leads its own session.
 PARENT = """
 import subprocess, sys
 subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)
@@ -23,7 +23,7 @@ subprocess.Popen([sys.executable, *sys.argv[1:]], start_new_session=True)
 
 
 def test_a_program_that_has_ended_leaves_no_child(tmp_path: Path) -> None:
-    """It can't be found by its parent, and holds the pipes that its output is read from."""
+    """The child can't be found by its parent, and keeps the output pipes open."""
     path, deadline = tmp_path / "child", time.monotonic() + 120
     with ending_all() as env:
         subprocess.run([sys.executable, "-c", PARENT, "-c", CHILD, str(path)], env=env, check=True)

@@ -1,4 +1,4 @@
-"""The commands of the README: their options and the environment that they make."""
+"""The commands of the README: their options and the environment that they create."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from scripts.train.quickstart import ROOT
 
 @pytest.fixture
 def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A text in the current folder, which is not the repository."""
+    """A text in the current folder, which is outside of the repository."""
     monkeypatch.chdir(tmp_path)
     path = Path("text.txt")
     path.write_text("All work and no play makes float8 a dull dtype.\n" * 21)
@@ -32,7 +32,7 @@ def test_bf16_is_no_float8_recipe(capsys: pytest.CaptureFixture[str], text: Path
 
 
 def test_transports_are_those_of_the_float8_run(text: Path) -> None:
-    """The bf16 run has no sums of converted layers, and is what the bytes are compared with."""
+    """The bf16 run has no transports; it is the baseline for bytes."""
     wire = ["--gradient-transport", "float8", "--reduce-transport", "float8"]
     args = quickstart.parse_args(["--data", "text.txt", *wire])
     bf16, float8 = quickstart.runs_of(args)
@@ -57,7 +57,7 @@ def test_a_third_run_sends_sums_in_float8_where_it_can(text: Path) -> None:
 
 
 def test_the_runs_and_their_comparison(text: Path) -> None:
-    """The whole command but for its installation and its steps; the page has its collectives."""
+    """Run the command with few steps and without installation. The page shows its collectives."""
     text.write_text(text.read_text() * 9)
     argv = "--data text.txt --out base --steps 2"
     done = run(
@@ -69,7 +69,7 @@ def test_the_runs_and_their_comparison(text: Path) -> None:
     page = (ROOT / "docs/quickstart.md").read_text()
     table, _, _ = Path("base/tensorwise/comm.txt").read_text().partition("\n\n")
     assert f"{indent(table, '    ')}\n\n" in page
-    # Of each run: bytes of gathers and of all collectives, each as a share of bf16's too.
+    # For each run: bytes of gathers and of all collectives, each also as a ratio to bf16.
     sizes = re.compile(r"^ *\| ((?:bf16|tensorwise)[^|]*(?:\| +[\d,.]+ ){4})", re.MULTILINE)
     found = sizes.findall(done.stdout)
     assert len(found) == 3
@@ -81,7 +81,7 @@ def test_the_runs_and_their_comparison(text: Path) -> None:
 
 
 def script(name: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script with an environment that is there, whose interpreter says what it is told."""
+    """Run a script in an existing environment, whose interpreter prints its arguments."""
     python = folder / "venv/bin/python"
     python.parent.mkdir(parents=True, exist_ok=True)
     python.write_text('#!/bin/sh\ncase "$*" in *pip*) ;; *) echo "$PYTHONPATH" "$@" ;; esac\n')
@@ -121,7 +121,7 @@ def test_a_kernel_that_is_not_there(tmp_path: Path) -> None:
 
 
 def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Calls ensure_env in `folder`; pip would only say what it is asked for."""
+    """Call ensure_env in `folder`, with a pip that only prints its arguments."""
     script = f"""
         source '{ROOT}/scripts/env.sh'
         pip_install() {{ echo "pip install $*"; }}
@@ -139,7 +139,7 @@ def ensure_env(folder: Path, **variables: str) -> subprocess.CompletedProcess[st
 
 
 def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path: Path) -> None:
-    """Anew, where one was left half made."""
+    """An unfinished environment is created again."""
     half = [sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")]
     subprocess.run(half, check=True)
     (tmp_path / "venv/installed-train").write_text("a stamp")

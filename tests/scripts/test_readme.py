@@ -1,4 +1,4 @@
-"""The README's table and size; public names are what they claim to be."""
+"""The README's table and size, and public names."""
 
 import inspect
 import re
@@ -22,7 +22,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
-    """By command and plan: GB exchanged, and of memory. It takes the default group's place."""
+    """By command and plan, the GB communicated and in memory; replaces the default group."""
     dist.destroy_process_group()
     with fake_world(8):
         return [
@@ -32,7 +32,7 @@ def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
 
 
 def gigabytes(plan: Plan) -> tuple[str, ...]:
-    """Of all blocks, by those of one and of two: each block adds the same."""
+    """The GB for all blocks, extrapolated from plans with one and two blocks."""
     sizes = []
     for blocks in (1, 2):
         part = replace(plan, model=replace(plan.model, n_layers=blocks))
@@ -47,14 +47,14 @@ def gigabytes(plan: Plan) -> tuple[str, ...]:
 
 def test_the_table_has_the_figures_of_its_commands() -> None:
     commands = re.findall(r"^    python -m scripts\.plan (.*)$", README, re.MULTILINE)
-    pool = RankPool(1)  # a process used for nothing else
+    pool = RankPool(1)  # a process for this alone
     try:
         dp, dp_tp = pool.run(planned, commands, timeout=300)[0]
     finally:
         pool.close()
     table = re.findall(r"^\|[^|]+\| \d.*$", README, re.MULTILINE)
     bf16, torchao, ours, encoded = ([n.strip() for n in row.split("|")[2:6]] for row in table)
-    peers = [torchao] if PEER in TORCHAO else []  # an extra, without which there is no such plan
+    peers = [torchao] if PEER in TORCHAO else []  # torchao is an optional extra
     found = [[a, b, c, d] for (a, c), (b, d) in zip(dp, dp_tp, strict=True)]
     assert found == [ours, bf16, *peers, encoded]
 

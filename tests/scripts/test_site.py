@@ -1,4 +1,4 @@
-"""The site of the documentation: it builds without a warning, and everything is found in it."""
+"""The site of the documentation builds without warnings, and all its links work."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Page(HTMLParser):
-    """The links of a page, and what they can lead to in it."""
+    """The links of a page, and the anchors in it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

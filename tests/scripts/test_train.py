@@ -1,4 +1,4 @@
-"""The training script and its text: options, devices, what a run writes."""
+"""The training script: its text, options and devices, and the files of a run."""
 
 import json
 import math
@@ -31,7 +31,7 @@ QUICK = ["--steps", "3", "--warmup", "1", "--batch-size", "4", "--seq-len", "32"
 
 @pytest.fixture
 def small_text(tmp_path: Path) -> Path:
-    """A file of a kilobyte of text."""
+    """A file with a kilobyte of text."""
     path = tmp_path / "text.txt"
     path.write_bytes(b"All work and no play makes float8 a dull dtype.\n" * 21)
     return path
@@ -98,7 +98,7 @@ def test_ranks_train_on_gpus_when_each_has_one(monkeypatch, gpus, device, reason
 
 
 def run_script(out: Path, *options: str) -> list[dict[str, float]]:
-    """Trains in a process of its own, without torchrun; returns its metrics."""
+    """Train in a new process, without torchrun, and return its metrics."""
     finished = run(
         [sys.executable, "-m", "scripts.train.train", *QUICK, *options, "--out", str(out)],
         env=dict(os.environ, CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT)),
@@ -136,7 +136,7 @@ def test_one_process_trains_and_writes_everything(tmp_path, small_text):
 
 
 def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
-    """A run that is continued keeps the lines of the steps before it, and has the others once."""
+    """A continued run keeps the lines of earlier steps, and has each other step once."""
     out = tmp_path / "run"
     options = [*QUICK, "--data", str(small_text), "--recipe", "tensorwise", "--out", str(out)]
     options += ["--stats-every", "1", "--checkpoint-every", "2"]
@@ -152,12 +152,12 @@ def test_statistics_of_some_steps(small_text: Path, tmp_path: Path) -> None:
     train.main([*options, "--resume", "auto"])
     assert (out / "float8_stats.jsonl").read_text().splitlines() == lines
     shutil.rmtree(out / "checkpoints")
-    train.main([*options[:-4], "--steps", "1"])  # a fresh run: they go
+    train.main([*options[:-4], "--steps", "1"])  # a new run deletes them
     assert not (out / "float8_stats.jsonl").exists()
 
 
 class Planted(train_run.Trainer):
-    """In step 3, an input of a layer is NaN on rank 1."""
+    """A Trainer in which an input of a layer is NaN on rank 1 in step 3."""
 
     LAYER = "layers.1.feed_forward.w1"
 
@@ -174,18 +174,18 @@ class Planted(train_run.Trainer):
 
 
 def train_planted(text: Path, out: Path, *options: str) -> None:
-    """Runs on every rank."""
+    """Train with the planted NaN; called on every rank."""
     argv = [*QUICK, "--steps", "4", "--data", str(text), "--recipe", "tensorwise", *options]
     args = parse_options(make_parser("", ""), [*argv, "--out", str(out)], world_size=2)
     with mock.patch.object(train_run, "Trainer", Planted), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they name recordings
+        warnings.simplefilter("ignore")  # the warnings name recordings
         train_run.train(args, torch.device("cpu"))
 
 
 def test_a_report_names_a_nan(
     ranks: RankPools, small_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Statistics of every second step see it in step 4, in another layer and on another rank."""
+    """Statistics of every second step first see the NaN in step 4, in another layer and rank."""
     options = "--stats-every", "2", "--record", "layers.1.*"
     ranks(2).run(train_planted, small_text, tmp_path, *options)
     anomaly = json.loads((tmp_path / "anomalies.jsonl").read_text().splitlines()[0])
@@ -194,7 +194,7 @@ def test_a_report_names_a_nan(
     found = headline(read_run(tmp_path))
     assert found is not None
     assert found.where == f"step 3, rank 1, {Planted.LAYER}"
-    # (Of the rank's rows, that of the third token of the second text.)
+    # (Row 34 of the rank is the third token of its second text.)
     assert found.what == "input (for output, grad_weight), element [34, 3]: NaN or infinite."
     command = f"python -m fp8_dist.debug.replay {tmp_path / 'recordings' / 'step000003'}"
     assert found.commands == [command]

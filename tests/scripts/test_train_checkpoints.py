@@ -1,4 +1,4 @@
-"""Checkpoints of training runs: what resumes, with which bits, and what is refused."""
+"""Checkpoints of training runs: which runs resume, with which bits, and which are refused."""
 
 import argparse
 import os
@@ -26,11 +26,11 @@ RESUME = ("--resume", "auto")
 
 
 class Stopped(Exception):
-    """The run ends here."""
+    """An exception that ends a run."""
 
 
 def run(out: str, dp: int, tp: int, *options: str, stop_at: int = 0) -> None:
-    """Runs on every rank: the script, but for its processes and its mesh, up to a step."""
+    """Run the script up to a step, with the test's processes and mesh; called on every rank."""
     os.environ["WORLD_SIZE"] = str(dp * tp)
     step = train_run.Trainer.step
 
@@ -59,7 +59,7 @@ def steps_in(out: Path) -> list[int]:
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(ranks: RankPools, tmp_path: Path) -> None:
-    """Bit for bit on its mesh; close on another."""
+    """The bits are equal on the same mesh, and close on another."""
     whole, stopped, other = (tmp_path / name for name in ("whole", "stopped", "other"))
     options = ("--recipe", "delayed")
     ranks(2).run(run, str(whole), 1, 2, *options)
@@ -102,8 +102,8 @@ def test_a_new_run_does_not_mix_its_files_with_others(
     assert "continue it with --resume auto, or choose another --out" in capsys.readouterr().err
 
 
-# The last rank dies when its files of the checkpoint of step 4 are written, before torchrun's
-# restart.
+# Before torchrun's restart, the last rank dies once its files of the checkpoint of step 4 are
+# written.
 KILLED = f"""
 import os, signal, sys
 from torch.distributed.checkpoint import FileSystemWriter
@@ -125,7 +125,7 @@ train.main(os.environ["OPTIONS"].split())
 
 
 def test_a_run_survives_a_killed_rank(ranks: RankPools, tmp_path: Path) -> None:
-    """By torchrun's restart, which continues before the checkpoint that is half written."""
+    """torchrun's restart continues from the checkpoint before the unfinished one."""
     whole, out, program = tmp_path / "whole", tmp_path / "out", tmp_path / "program.py"
     program.write_text(KILLED)
     options = ["--recipe", "delayed", *RESUME]

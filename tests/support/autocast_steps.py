@@ -17,7 +17,7 @@ def layer_of(recipe: str, dtype: torch.dtype = torch.float32, bias: bool = True)
 def forward_and_backward(
     layer: nn.Module, x: torch.Tensor, grad: torch.Tensor, dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
-    """Output, and gradients of the input and of the parameters; under autocast to ``dtype``."""
+    """Output, and gradients of input and parameters, under autocast to ``dtype`` (None: off)."""
     leaf = x.clone().requires_grad_()
     with torch.autocast("cpu", dtype, enabled=dtype is not None):
         output = layer(leaf)

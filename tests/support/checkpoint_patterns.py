@@ -20,13 +20,13 @@ from torch.optim import Optimizer
 
 from fp8_dist import Float8State
 
-# What is given to dcp.save or dcp.load, and what is done after the load.
+# The state_dict for dcp.save or dcp.load, and a function to call after the load.
 Pattern = tuple[dict[str, Any], Callable[[], object]]
 DOCS = Path(__file__).parents[2] / "docs" / "state.md"
 
 
 class OptimizerState:
-    """An optimizer as a value of its own."""
+    """An optimizer as a Stateful of its own."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -39,7 +39,7 @@ class OptimizerState:
 
 
 class AppState:
-    """Everything in one value, as in torch's tutorial."""
+    """Model, optimizer and Float8State in one Stateful, as in torch's tutorial."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
@@ -91,7 +91,7 @@ NAMES = ("docs", *PATTERNS)
 
 
 def save(name: str, model: nn.Module, optimizer: Optimizer, folder: str) -> None:
-    """Save by the pattern of this name, in a folder of its own."""
+    """Save by the named pattern, in its own folder."""
     if name == "docs":
         _documented()["save"](model, optimizer, f"{folder}/docs")
         return
@@ -102,7 +102,7 @@ def save(name: str, model: nn.Module, optimizer: Optimizer, folder: str) -> None
 def load(
     name: str, model: nn.Module, optimizer: Optimizer, folder: str, planner: Any = None
 ) -> None:
-    """Load what :func:`save` has saved, in one dcp.load."""
+    """Load what :func:`save` wrote, in one dcp.load."""
     if name == "docs":
         _documented()["load"](model, optimizer, f"{folder}/docs")
         return

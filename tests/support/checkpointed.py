@@ -1,4 +1,4 @@
-"""Models whose layers are checkpointed: in full, selectively, or not at all."""
+"""Models whose layers are checkpointed fully, selectively, or not at all."""
 
 from functools import partial
 
@@ -25,7 +25,7 @@ def forward(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 class Checkpointed(nn.Module):
-    """A layer of a Net, checkpointed inside of what FSDP2 shards, as torchtitan's blocks are."""
+    """A module for FSDP2 to shard, with a checkpointed layer inside, as in torchtitan."""
 
     def __init__(self, layer: nn.Module, mode: str) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Compile Triton kernels for architectures, as they would be launched, and print the results.
+"""Compile Triton kernels for some architectures, with launch arguments, and print the results.
 
     python tests/support/compile_kernels.py 90 100 gfx942
 
-JSON, one object for each compiled kernel, with the keys of :class:`Compiled`: for the first
-architecture each kernel with each choice of block sizes, and for all kinds of arguments, and what
-Inductor casts with; for the others each kernel once. It needs no GPU. With KERNEL in the
-environment: the kernels of that operator alone.
+Prints JSON: a list of objects with the keys of :class:`Compiled`. For the first architecture, each
+kernel is compiled with each choice of block sizes and for all kinds of arguments, and Inductor's
+cast kernels as well. For the others, each kernel is compiled once. Needs no GPU. If KERNEL is in
+the environment, only the kernels of that operator are compiled.
 """
 
 import json
@@ -39,14 +39,14 @@ class Compiled:
     """A kernel for one choice of block sizes.
 
     Attributes:
-        architecture: what it is for.
-        kernel: its name.
+        architecture: the target.
+        kernel: the name.
         choice: the block sizes.
-        warps: of an instance.
+        warps: the number of warps of an instance.
         assembly: PTX, or AMD's assembly.
-        shared: bytes of shared memory of an instance.
-        registers: of a thread.
-        spilled: bytes of a thread's memory for registers that do not fit.
+        shared: bytes of shared memory per instance.
+        registers: registers per thread.
+        spilled: bytes of spilled registers per thread.
     """
 
     architecture: str
@@ -60,13 +60,13 @@ class Compiled:
 
 
 class Driver:
-    """What compilers ask the driver of a GPU that is not here."""
+    """A stand-in for the driver of a GPU, with what compilers ask for."""
 
     def __init__(self, architecture: str, index: int) -> None:
         self.amd = architecture.startswith("gfx")
         number = architecture if self.amd else int(architecture)
         self.target = GPUTarget(*(("hip", number, 64) if self.amd else ("cuda", number, 32)))
-        self.index = index  # Triton keeps what it compiled for a device
+        self.index = index  # Triton caches compiled kernels per device
 
     def get_current_target(self) -> GPUTarget:
         return self.target
@@ -79,10 +79,10 @@ class Driver:
 
 
 class Compiler:
-    """Compiles what would be launched.
+    """A replacement of launches that compiles kernels instead.
 
-    ``every``: with each choice of block sizes, and for all constants, dtypes and optional arguments,
-    for which the choices take turns; not each kernel once.
+    ``every``: compile with each choice of block sizes, and again for each combination of constants,
+    dtypes and optional arguments, with one of the choices in turn. Otherwise compile kernels once.
     """
 
     def __init__(self, architecture: str, index: int, every: bool) -> None:
@@ -93,7 +93,7 @@ class Compiler:
         self.results: list[Compiled] = []
 
     def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
-        """Compile a kernel for these arguments."""
+        """Compile a kernel for the given arguments."""
         leaves = tree_leaves(args, lambda each: each is None)
         dtypes = [getattr(each, "dtype", each is None) for each in leaves]
         kind = (*constants.values(), *dtypes) if self.every else ()
@@ -124,7 +124,7 @@ class Compiler:
 
 
 def used(cubin: bytes) -> list[int]:
-    """Return the registers of a thread, and the bytes of its stack and its memory."""
+    """Return the registers, stack bytes and local bytes per thread of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -135,7 +135,7 @@ def used(cubin: bytes) -> list[int]:
 
 
 def compile_inductors(compiler: Compiler) -> None:
-    """Compile the kernels that cast a product, for block sizes among which Inductor chooses."""
+    """Compile Inductor's kernels for the casts of a product, with some of its block sizes."""
     e4m3, bf16 = torch.float8_e4m3fn, torch.bfloat16
     with FakeCudaProcess() as process:
         code = process.run(code_of_product, (M, K), bf16, e4m3)
@@ -163,7 +163,7 @@ def compiled(architecture: str, index: int) -> list[Compiled]:
         patch.object(launch.Tuned, "__call__", lambda *args, **rest: compiler(*args, **rest)),
         patch.object(launch, "rounds_to", lambda dtype, device: not compiler.driver.amd),
     ):
-        # Kernels are compiled alike for any number of rows that nothing divides.
+        # (The kernels are the same for any odd number of rows.)
         for name, (op, args, kwargs) in operator_calls("cpu", True, (95, 4096)).items():
             is_chosen = os.environ.get("KERNEL") in (None, op.__name__)
             if is_chosen and "float16" not in name.replace("bfloat16", ""):

@@ -1,4 +1,4 @@
-"""What tests of delayed scales share: looking into histories, and at the operands of GEMMs."""
+"""Helpers for tests of delayed scales: contents of histories, and operands of GEMMs."""
 
 import math
 from collections.abc import Callable
@@ -37,14 +37,14 @@ OPERANDS = tuple(DTYPES)
 
 
 def delayed(*operands: str, **changes: Any) -> Float8LinearConfig:
-    """A config whose given operands have delayed scales, and dynamic ones else."""
+    """A config with delayed scales for the given operands, and dynamic scales for the others."""
     cast = CastConfig(ScalingType.DELAYED)
     casts = {f"cast_config_{operand}": cast for operand in operands}
     return replace(Float8LinearConfig(), **casts, **changes)
 
 
 def histories(model: nn.Module) -> dict[str, AmaxHistory]:
-    """By name of layer and operand."""
+    """The histories by name of layer and operand."""
     return {
         f"{name}.{operand}": history
         for name, layer in float8_layers(model).items()
@@ -53,7 +53,7 @@ def histories(model: nn.Module) -> dict[str, AmaxHistory]:
 
 
 def amaxes(model: nn.Module) -> dict[str, list[float]]:
-    """What each history holds, the newest first."""
+    """The amaxes in each history, the newest first."""
     found = {
         name: None if history.history is None else history.amaxes()
         for name, history in histories(model).items()
@@ -62,13 +62,13 @@ def amaxes(model: nn.Module) -> dict[str, list[float]]:
 
 
 def recorded(model: nn.Module) -> dict[str, float | None]:
-    """What each operand recorded since the last sync."""
+    """The amax of each operand that was recorded since the last sync."""
     found = {name: history.current for name, history in histories(model).items()}
     return {name: None if c is None else c.item() for name, c in found.items()}
 
 
 def scaling(amax: float, dtype: torch.dtype, power_of_2: bool = False) -> list[torch.Tensor]:
-    """(multiplier, scale) by the formula of fp8_dist.kernels.scale, without the library."""
+    """(multiplier, scale) by the formula in fp8_dist.kernels.scale, but without the library."""
     m = torch.tensor(FORMATS[dtype][0] / max(amax, 1e-12), dtype=torch.float64).float()
     if power_of_2:
         m = 2.0 ** m.log2().floor()
@@ -76,24 +76,24 @@ def scaling(amax: float, dtype: torch.dtype, power_of_2: bool = False) -> list[t
 
 
 def quantized(x: torch.Tensor, m: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rounded by torch, saturated at the largest value."""
+    """The float8 data of ``x`` with multiplier ``m``, rounded by torch and saturated."""
     largest = FORMATS[dtype][0]
     return (x.detach().float() * m).clamp(-largest, largest).to(dtype)
 
 
 def layer(config: Float8LinearConfig = DELAYED) -> Float8Linear:
-    """From 32 to 48 features."""
+    """A float8 layer from 32 to 48 features."""
     return Float8Linear.from_float(nn.Linear(32, 48), config)
 
 
 def operands_of(
     linear: Float8Linear, x: torch.Tensor, grad: torch.Tensor
 ) -> dict[str, Float8Tensor]:
-    """The operands of the GEMMs of one forward and backward."""
+    """The float8 operands of one forward and backward."""
     with float8_gemms() as calls:
         linear(x.detach().requires_grad_()).backward(grad)
     (x8, w8), (g8, again), (g8_t, x8_again) = calls
-    # Both GEMMs of an operand take the same cast.
+    # Both GEMMs that take an operand use the same cast.
     assert same_bits(w8.qdata.t(), again.qdata)
     assert same_bits(g8.qdata.t(), g8_t.qdata)
     assert same_bits(x8.qdata, x8_again.qdata)
@@ -109,7 +109,7 @@ def train(
     forward: Callable[[torch.Tensor], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Losses of a few steps of a Net, its scales updated after each."""
+    """Train a Net for a few steps, with an update of scales after each; return the losses."""
     generator = torch.Generator().manual_seed(seed)
     optimizer = optimizer or torch.optim.AdamW(net.parameters(), lr=1e-2)
     losses = []
@@ -128,7 +128,7 @@ def train(
 def audited_steps(
     net: nn.Module, x: torch.Tensor, mesh: DeviceMesh, count: int = 2
 ) -> dict[str, Any]:
-    """Steps, each with a sync: what sync sends, and the histories after it."""
+    """Run steps that end with a sync; return the collectives of the last sync and the histories."""
     for _ in range(count):
         net(x).square().mean().backward()
         with comm_audit(mesh) as audit:
@@ -145,7 +145,7 @@ def forward_only(net: nn.Module, run: Run, x: torch.Tensor) -> None:
 
 
 def gradient_of_the_input(net: nn.Module, run: Run, x: torch.Tensor) -> None:
-    """As torch's pipelines infer shapes."""
+    """Take the gradient of the input, as torch's pipelines do to infer shapes."""
     torch.autograd.grad(run(x).sum(), x)
 
 
@@ -175,7 +175,7 @@ def disturbed_steps(
 ) -> list[tuple[dict[str, Any], list[Any]]]:
     """Histories and gradients of three steps of two micro-batches, with and without dry runs.
 
-    These come before and between steps; the first ``within`` of them between micro-batches, too.
+    Dry runs come before each step; the first ``within`` kinds of them also follow each micro-batch.
     """
     found = []
     for disturbed in (True, False):

@@ -1,4 +1,4 @@
-"""The code that pages show, run with the library's own warnings as errors."""
+"""Run code blocks of documentation pages, with warnings of the library as errors."""
 
 import re
 import sys
@@ -18,20 +18,20 @@ PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 class OwnWarning(Exception):
-    """What the library would have warned of."""
+    """A warning of the library, raised as an error."""
 
 
 def python_blocks(page: str) -> list[str]:
-    """The blocks of Python of a page, by its path from the root of the checkout."""
+    """The Python blocks of a page, given by its path from the root of the checkout."""
     return PYTHON.findall((ROOT / page).read_text())
 
 
 @contextmanager
 def own_warnings_raise(expected: str = "") -> Iterator[None]:
-    """Raise OwnWarning where a module of the library warns, also if it did before.
+    """Raise OwnWarning if a module of the library warns, even if it gave this warning before.
 
     Args:
-        expected: a regular expression of warnings that are given: what the block is shown for.
+        expected: a regular expression; warnings that match it are given as usual.
     """
     warn = warnings.warn
 
@@ -47,6 +47,6 @@ def own_warnings_raise(expected: str = "") -> Iterator[None]:
 
 
 def run_shown(code: str, scope: dict[str, Any], expected: str = "") -> None:
-    """Execute code of a page; ``expected`` as in :func:`own_warnings_raise`."""
+    """Execute code of a page; for ``expected`` see :func:`own_warnings_raise`."""
     with own_warnings_raise(expected):
         exec(code, scope)

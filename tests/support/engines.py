@@ -1,6 +1,6 @@
-"""The float8 bits that inference engines make of weights and activations, by their own formulas.
+"""The casts of inference engines, by their own formulas, as references for float8 bits.
 
-In numpy, whose fp32 division is correctly rounded. Of the code under test, nothing is used.
+They are in numpy, whose fp32 division is correctly rounded, and use no code under test.
 """
 
 import numpy as np
@@ -14,9 +14,9 @@ FORMS = ("ue8m0", "vllm")
 def engine_cast(
     x: torch.Tensor, form: str, rows: int = 1, columns: int = 128
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes ``[M, K]`` in e4m3, fp32 scales ``[R, C]``) of blocks of ``rows x columns``.
+    """Cast in blocks of ``rows x columns``: (e4m3 codes ``[M, K]``, fp32 scales ``[R, C]``).
 
-    ``form``: "vllm", ``per_token_group_quant_fp8`` of vLLM; "ue8m0", the same with ``use_ue8m0``.
+    ``form``: "vllm" for vLLM's ``per_token_group_quant_fp8``, "ue8m0" for it with ``use_ue8m0``.
     """
     values = x.detach().to(torch.float32).numpy()
     m, k = values.shape

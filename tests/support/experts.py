@@ -1,4 +1,4 @@
-"""Weights of experts, [E, N, K], with one scale per expert: a module that the library does not know."""
+"""A module unknown to the library: weights of experts [E, N, K], with one scale per expert."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ def experts_config(**fields: Any) -> Float8LinearConfig:
 
 
 class Experts(nn.Module):
-    """Two linear layers per expert, each of which gets all tokens ``[T, dim]``; summed.
+    """Experts of two linear layers, which all get all tokens ``[T, dim]``; outputs are summed.
 
     Attributes:
-        used: the data and the scales of the weights of the last forward.
+        used: the data and scales of the weights in the last forward.
     """
 
     def __init__(self, experts: int, dim: int, hidden: int, config: Float8LinearConfig) -> None:
@@ -37,11 +37,11 @@ class Experts(nn.Module):
         self.used: list[torch.Tensor] = []
 
     def _cast(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The weights as float8 values in high precision; FSDP2 may have gathered them so."""
+        """Cast weights, unless FSDP2 gathered them in float8, and dequantize them."""
         found: Any = parameter
         if not isinstance(local_tensor(parameter), Float8Tensor):
             found = cast_to_float8(parameter, PER_EXPERT)
-        self.used += [found.qdata.clone(), found.scale.clone()]  # FSDP2 frees what it gathered
+        self.used += [found.qdata.clone(), found.scale.clone()]  # FSDP2 frees unsharded weights
         return found.dequantize()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""torchrun that imports torch once and forks the ranks of a program:
+"""A torchrun that imports torch once and forks the ranks of a program:
 
 python -m forking_torchrun --nproc-per-node 2 PROGRAM
 
-Warnings that the library gives are errors there. Their gloo groups have one thread each
-(``scripts/common/gloo.py`` says why).
+In these ranks warnings of the library are errors, and gloo groups have one thread each (see
+``scripts/common/gloo.py``).
 """
 
 import multiprocessing
@@ -54,7 +54,7 @@ def run_as_on_gpus(path: str) -> None:
 
 
 def accelerate_launch(*words: str) -> None:
-    """Run `accelerate launch`, for which ranks on CPUs have GPUs."""
+    """Run `accelerate launch`, and let it treat ranks on CPUs as if they had GPUs."""
     command = import_module("accelerate.commands.launch")
 
     def run(args: Any) -> None:
@@ -68,10 +68,10 @@ def accelerate_launch(*words: str) -> None:
 def launch_in(
     folder: Path, variables: dict[str, str], launch: Callable[..., None], *words: str
 ) -> tuple[bool, str, str]:
-    """Launch in a folder; return whether all went well, and what was written to both streams.
+    """Launch in a folder; return whether all went well, stdout and stderr.
 
-    The launcher is a fork, which ends with it: the threads that it leaves behind might hold locks
-    when the ranks of the next one are forked.
+    The launcher runs in a fork. In this process, threads that it leaves behind might hold locks
+    when the ranks of the next launch are forked.
     """
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
 

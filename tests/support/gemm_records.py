@@ -1,4 +1,4 @@
-"""The operands of the float8 GEMMs that layers run."""
+"""Records of the operands of layers' float8 GEMMs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,14 +47,14 @@ class _Recorder(Observer):
         gemm, left, right, result, *_ = product
         operands = matrices(left, right, (gemm == "grad_weight", gemm == "output"))
         copies: list[Any] = [Float8Tensor.of(each, result.dtype).clone() for each in operands]
-        # FSDP2 frees the scales that it gathers with stored weights, and copies share 0-dim scales.
+        # Copy scales too: copies share 0-dim scales, and FSDP2 frees those of stored weights.
         a, b = (each.rewrap(scale=tuple([s.clone() for s in each.scales])) for each in copies)
         self.records.append(GemmRecord(owner.fqn, gemm, a, b, owner.config.gemm_options(gemm)))
 
 
 @contextmanager
 def record_gemms() -> Iterator[list[GemmRecord]]:
-    """Record the operands of every float8 GEMM of linear layers, in order. The block runs eagerly."""
+    """Record the operands of every float8 GEMM of linear layers, in order, in an eager block."""
     recorder = _Recorder()
     with observed_by(recorder):
         yield recorder.records

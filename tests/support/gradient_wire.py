@@ -1,4 +1,4 @@
-"""Gradients on the wire: a model and its data; a reference, which encodes in fp64, and the sum of pieces."""
+"""A model and data for tests of encoded gradients, and references for codes and sums in fp64."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ BLOCK = 128
 
 
 class Uneven(nn.Module):
-    """Dims that few numbers of ranks divide, fewer rows than ranks, a bias, a norm, a spare part."""
+    """A model with uneven dims, fewer rows than ranks, a bias, a norm, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def backward(net: nn.Module, rank: int, step: int = 0, **arguments: Any) -> None
 
 
 def on_the_wire(x: torch.Tensor, transport: str) -> torch.Tensor:
-    """What arrives of finite numbers ``[n]``: fp32, computed in fp64."""
+    """Finite numbers ``[n]``, encoded and decoded: fp32, computed in fp64."""
     if transport == "bf16":
         return x.to(torch.bfloat16).float()
     return torch.cat([_float8_block(block) for block in x.float().split(BLOCK)])
@@ -57,9 +57,9 @@ def _float8_block(block: torch.Tensor) -> torch.Tensor:
 def shard_of_mean(
     gradients: Sequence[torch.Tensor], owner: int, transport: str | None
 ) -> torch.Tensor:
-    """The mean of the ranks' gradients of a parameter, as the owner of a shard has it: fp32.
+    """The mean of a parameter's gradients over ranks, in the shard of one owner: fp32.
 
-    gradients: of all ranks, whole. transport: None if the parameter travels as it is.
+    gradients: the full gradients of all ranks. transport: None if they are sent unencoded.
     """
     rows = -(-len(gradients[0]) // len(gradients))
     total = torch.zeros_like(gradients[0][owner * rows : (owner + 1) * rows])

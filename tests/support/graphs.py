@@ -1,9 +1,8 @@
-"""What a training step computes and communicates in compiled graphs, and beside them.
+"""Count what a training step computes and communicates in compiled graphs, and outside of them.
 
-A step is counted in two ways that don't know of each other: :class:`Graphs` is the backend that is
-handed the graphs, reads them once, and adds up what it read whenever one runs; :class:`Ops` and
-:func:`comm_audit` watch ops as they run, in eager code and in graphs (but for what inductor
-fuses).
+A step is counted in two independent ways. :class:`Graphs` is a backend that counts the ops of each
+graph once, and adds these counts whenever the graph runs. :class:`Ops` and :func:`comm_audit` watch
+ops as they run, in eager code and in graphs (except those that Inductor fuses).
 """
 
 from collections import Counter
@@ -27,12 +26,12 @@ from fp8_dist.linear.runtime_ops import QUERIES
 from fp8_dist.linear.weight import gather_statistics
 from fp8_dist.scaling.operators import cast_operator
 
-# The queries of scales, passes over tensors, GEMMs, and collectives.
+# The names of ops that are counted: queries of scales, casts, GEMMs, and collectives.
 OPS = ("scale_query", "amax", "quantize", "reblock", "scaled_mm", "mm")
 OPS += ("all_gather", "reduce_scatter", "all_reduce")
 
-# Each is one cast of a tensor, to one copy or to several. The last two ask for the scale, too; a graph
-# has the first of them.
+# Each op is one cast of a tensor, to one or more copies. The last two also look up the scale, and
+# the first of these two is the one that occurs in graphs.
 CASTS = {
     each.overload
     for each in (
@@ -48,7 +47,7 @@ CASTS = {
 }
 
 
-# Operators of blocks, and of graphs, by the ones whose work they do.
+# Operators for blocks and for graphs, and the names under which they are counted.
 ALIKE = {
     "block_exponents": "amax",
     "measure": "amax",
@@ -59,7 +58,7 @@ ALIKE = {
 
 
 def counted(func: Any) -> str | None:
-    """The name in ``OPS`` of an operator, whatever its variant; None for all others."""
+    """The name in ``OPS`` under which an operator counts, or None."""
     if not isinstance(func, torch._ops.OpOverload):
         return None
     if func in CASTS:
@@ -73,7 +72,7 @@ def counted(func: Any) -> str | None:
 
 
 class Ops(TorchDispatchMode):
-    """Counts the ops that matter, as they run, by their names; those without a name are left out."""
+    """A mode that counts ops as they run, by the names that ``name_of`` gives them, if any."""
 
     def __init__(self, name_of: Callable[[Any], str | None] = counted) -> None:
         super().__init__()
@@ -82,7 +81,7 @@ class Ops(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # compiled graphs run below it
+        return True  # so that compiled graphs run under this mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         if (op := self.name_of(func)) is not None:
@@ -91,18 +90,18 @@ class Ops(TorchDispatchMode):
 
 
 class Graphs:
-    """A backend of torch.compile that runs AOT graphs as they are, and counts.
+    """A backend of torch.compile that runs AOT graphs unchanged, and counts their ops.
 
-    They are divided into forward and backward as for inductor. (torch's other way, aot_eager's,
-    leaves unused ops in the backward: what computes the inputs of the forward's collectives.)
+    Graphs are partitioned into forward and backward as for Inductor. (The partitioner of aot_eager
+    leaves unused ops in the backward, which recompute inputs of the forward's collectives.)
 
     Attributes:
-        backend: for ``torch.compile(backend=...)``.
-        made: how many "forward" and "backward" graphs were made.
-        ran: how many of them ran.
-        ops: what ran in them: by direction, and op of ``OPS``.
-        collectives: those that ran in them. Sizes and dtypes are of the buffers in the graph, where
-            float8 travels as uint8.
+        backend: the argument for ``torch.compile(backend=...)``.
+        made: the number of "forward" and "backward" graphs that were made.
+        ran: the number of runs of such graphs.
+        ops: the number of ops that ran in them, by direction and name in ``OPS``.
+        collectives: the collectives that ran in them. Sizes and dtypes are those of the buffers in
+            the graph, where float8 is sent as uint8.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -116,7 +115,7 @@ class Graphs:
         )
 
     def forget_runs(self) -> None:
-        """Count anew what runs."""
+        """Reset the counts of what ran."""
         self.ran: Counter[str] = Counter()
         self.ops: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
         self.collectives = CommTable()
@@ -164,7 +163,7 @@ class Graphs:
 
 
 class Compilations:
-    """What dynamo has done since this object was made."""
+    """The work of dynamo since this object was made."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()
@@ -172,10 +171,10 @@ class Compilations:
 
     @property
     def graphs(self) -> int:
-        """How many graphs it captured: one for each frame, and for each recompilation of it."""
+        """The number of captured graphs: one per frame, and one per recompilation."""
         return counters["stats"]["unique_graphs"]
 
     @property
     def breaks(self) -> int:
-        """How often a graph broke."""
+        """The number of graph breaks."""
         return sum(counters["graph_break"].values())

@@ -1,7 +1,7 @@
-"""A scaling scheme whose scales lie on a grid of two values per octave: powers of sqrt(2).
+"""A scaling scheme whose scales are powers of sqrt(2), two per octave.
 
-One fp32 scale per 20 values of a row, or per 20 x 20 values of a weight: amax / largest value of the
-float8 dtype, rounded up to ``2 ** (k / 2)``.
+There is one fp32 scale per 20 values of a row, or per 20 x 20 values of a weight: the amax divided
+by the largest value of the float8 dtype, rounded up to ``2 ** (k / 2)``.
 """
 
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8_dist import Float8LinearConfig
 from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
 
-_FRACTION, _SQRT_2 = 0x7FFFFF, 0x3504F3  # bits of fp32: all of a fraction, and that of sqrt(2)
+_FRACTION, _SQRT_2 = 0x7FFFFF, 0x3504F3  # fp32 bits: the mask of fractions; the fraction of sqrt(2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class HalfOctaves(Scheme):
         return (self.levels[0].amax(x, start),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        """Rounded on the bits: log2 and exp2 have other last bits where memory has other strides."""
+        """Round on the bits, because the last bits of log2 and exp2 depend on strides."""
         least = (statistics[0] / torch.finfo(self.dtype).max).clamp(min=2.0**-100)
         bits = least.view(torch.int32)
         fraction, power = bits & _FRACTION, bits & ~_FRACTION
@@ -48,5 +48,5 @@ class HalfOctaves(Scheme):
 
 
 def half_octaves_config() -> Float8LinearConfig:
-    """All operands in half octaves; the weight in squares, of which one copy serves both GEMMs."""
+    """A config for all operands. The weight has square blocks, so one copy serves both GEMMs."""
     return config_of(HalfOctaves(rows=20), HalfOctaves())

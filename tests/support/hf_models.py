@@ -1,4 +1,4 @@
-"""Small models of transformers, converted, and the text that they are trained on."""
+"""Small transformers models, converted, and the text that they are trained on."""
 
 import argparse
 from dataclasses import replace
@@ -18,7 +18,7 @@ GEMMA = HEADS | {"query_pre_attn_scalar": 16}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
-# By name: a model class, the name of its config, and what its config has besides SMALL.
+# By name: the model class, the config class, and fields of the config besides SMALL.
 KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
     "llama_tied": ("LlamaForCausalLM", "LlamaConfig", {"tie_word_embeddings": True}),
@@ -58,7 +58,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(kind: str, **config: Any) -> nn.Module:
-    """The model of a kind, always with the same weights; vectors are random as matrices are."""
+    """The model of a kind, always with the same weights. 1-D parameters are random, too."""
     name, config_name, extra = KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -71,14 +71,14 @@ def build(kind: str, **config: Any) -> nn.Module:
 
 
 def converted(kind: str, fsdp: bool = False, **config: Any) -> nn.Module:
-    """The same, all but the head in float8; ``fsdp``: FSDP2 gathers weights in float8."""
+    """The model with all layers but the head converted; ``fsdp``: use float8 gathers in FSDP2."""
     model = build(kind, **config)
     float8 = replace(Float8LinearConfig(), enable_fsdp_float8_all_gather=fsdp)
     return convert_to_float8_training(model, module_filter_fn=skip_head(model), config=float8)
 
 
 def batch(step: int, rows: int = 4, length: int = 16) -> torch.Tensor:
-    """Pieces of a text of Python's library, byte by byte, ``[rows, length]``."""
+    """Pieces of a Python source file as bytes, ``[rows, length]``."""
     text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - length, (rows,), generator=generator).tolist()

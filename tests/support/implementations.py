@@ -1,4 +1,4 @@
-"""The operators' implementations for CUDA devices, beside the portable ones."""
+"""Compare the CUDA implementations of operators with the portable ones."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,17 +16,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Values over the whole range of a format beside its largest."""
+    """A matrix of values of all magnitudes that a float8 format has relative to its largest."""
     return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
 def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
-    """What is registered for CUDA devices."""
+    """The implementation that is registered for CUDA devices."""
     return op.implementations["cuda"]
 
 
 def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
-    """An implementation gives the bits, shapes and dtypes of the portable one on CPUs."""
+    """Check that an implementation has the bits, shapes and dtypes of the portable one on CPUs."""
     found = implementation(op)(*args, **kwargs)
     expected = op.portable(*tree_map_only(torch.Tensor, torch.Tensor.cpu, args), **kwargs)
     if isinstance(found, torch.Tensor):
@@ -34,11 +34,11 @@ def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
     assert len(found) == len(expected)
     for mine, theirs in zip(found, expected, strict=True):
         assert same_values(mine, theirs)
-        assert mine.is_contiguous() or mine.itemsize > 1  # float8 data is
+        assert mine.is_contiguous() or mine.itemsize > 1  # float8 data may be transposed
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the kernels that are launched from now on."""
+    """A set that collects the names of all kernels launched from now on."""
     names: set[str] = set()
     run = launch.Tuned.__call__
 

@@ -1,4 +1,4 @@
-"""What Inductor generates for a GPU that is not here, and the Triton kernels in it."""
+"""Code that Inductor generates for a fake GPU, and the Triton kernels in it."""
 
 import importlib.util
 import re
@@ -16,7 +16,7 @@ from fp8_dist.kernels import fusible_copies
 def product_as_float8(
     a: torch.Tensor, b: torch.Tensor, known: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """A float8 copy of a product and its transpose, by a known amax."""
+    """The float8 copies of a product and of its transpose, cast with a known amax."""
     return fusible_copies(a * b, known, dtype, [False, True], saturate=True)
 
 
@@ -26,7 +26,7 @@ def code_of_product(
     dtype: torch.dtype,
     product: Callable[..., list[torch.Tensor]] = product_as_float8,
 ) -> str:
-    """The code for the casts of a product; call it where there is a fake CUDA device."""
+    """Inductor's code for the casts of a product; call it in the process of a fake CUDA device."""
     found: list[str] = []
     with FakeCudaMode():
         a, b = (torch.empty(sizes, dtype=high, device="cuda") for _ in range(2))
@@ -48,7 +48,7 @@ def sources(code: str) -> dict[str, str]:
 
 
 def loaded(folder: Path, name: str, source: str) -> Any:
-    """The ``triton.jit`` function of a kernel, without what launches it."""
+    """The ``triton.jit`` function of a kernel, without its launcher."""
     imports, _, rest = source.partition("triton_helpers.set_driver_to_gpu()")
     file = folder / f"{name}.py"  # Triton reads the code of a function from its file
     file.write_text(imports + rest[rest.index("@triton.jit") :])

@@ -23,7 +23,7 @@ class LocalMLP(MLP):
 
 
 def cut(layer: nn.Linear, whole: nn.Linear, tp: DeviceMesh, dim: int) -> None:
-    """Give a layer this rank's part of another's parameters."""
+    """Give a layer this rank's shard of the parameters of another."""
     part, parts = tp.get_local_rank(), tp.size()
     layer.weight = nn.Parameter(whole.weight.detach().chunk(parts, dim)[part].clone())
     if whole.bias is not None:
@@ -34,7 +34,7 @@ def cut(layer: nn.Linear, whole: nn.Linear, tp: DeviceMesh, dim: int) -> None:
 def local_net(
     tp: DeviceMesh, config: Float8LinearConfig, sequence_parallel: bool, **arguments: Any
 ) -> Net:
-    """A float8 ``nets.Net``, cut by hand over ``tp`` and declared."""
+    """A float8 ``nets.Net`` of local tensors, sharded by hand over ``tp``, placements declared."""
     whole, net = Net(**arguments), Net(**arguments)
     net.layers = nn.ModuleList(
         LocalMLP(mlp.w1.in_features, mlp.w1.out_features) for mlp in whole.layers

@@ -1,4 +1,4 @@
-"""Training on a mesh, of any device, beside the same training on one device."""
+"""Training on a mesh of any device type, compared with the same training on one device."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,12 +25,12 @@ def trained(
     sequence_parallel: bool = False,
     changes: bool = False,
 ) -> list[float]:
-    """SQNR of outputs and weights in three steps, against those on one device.
+    """The SQNR of outputs and weights in three steps, compared with one device.
 
-    Every rank has the same batches, and with `sequence_parallel` a part of each sequence. The
-    mesh's axis "tp" is tensor-parallel; FSDP2 shards over the last axis of `data` and replicates
-    over those before. `hidden` is the size of the layers: shards may be uneven. `offload`:
-    parameters are on the CPU. `changes`: not of weights, but of how they changed, which is little.
+    Every rank has the same batches, or with `sequence_parallel` its part of each sequence. The axis
+    "tp" of the mesh is tensor-parallel. FSDP2 shards over the last axis of `data`, and replicates
+    over the others. `hidden`: the size of layers; shards may be uneven. `offload`: keep parameters
+    on the CPU. `changes`: compare the changes of weights, which are small, instead of weights.
     """
     config = replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True)
     sharded = mesh[data].size() > 1 or offload
@@ -70,6 +70,6 @@ def trained(
             update_float8_scales(model)
         found.append(sqnr(part(outputs[1]), outputs[0]))
     weights = zip(net.parameters(), twin.parameters(), initial, strict=True)
-    # (The group moves tensors of GPUs alone, to which offloaded ones come first.)
+    # (Offloaded weights are moved to the GPU first, because NCCL can't gather CPU tensors.)
     each = ((full(mine.detach().to(device)), theirs, zero) for mine, theirs, zero in weights)
     return found + [sqnr(theirs - zero, mine - zero) for mine, theirs, zero in each]

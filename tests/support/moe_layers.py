@@ -1,4 +1,4 @@
-"""Experts: their GEMMs in fp64, and a layer on one device or on several ranks."""
+"""References for experts: GEMMs in fp64, and a layer on one device or on several ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Products = tuple[Tensor, Tensor, Tensor]
 
 
 def cast(x: Tensor, rows: int, columns: int, rule: str | None = None) -> tuple[Tensor, Tensor]:
-    """(e4m3 values, their scales): a power of two for each block of ``rows x columns``; fp64."""
+    """Cast with a power-of-two scale per block: (e4m3 values, scale of each element), in fp64."""
     exponents, values = reference_blocks(x, torch.float8_e4m3fn, [rows, columns, 0, 0], rule)
     i, j = torch.arange(x.shape[0]) // rows, torch.arange(x.shape[1]) // columns
     return values, torch.exp2(exponents[i][:, j].double() - 127)
@@ -31,10 +31,10 @@ def rounded(x: Tensor, rows: int, columns: int, rule: str | None = None) -> Tens
 
 
 def products_of_expert(formula: str, x: Tensor, w: Tensor, g: Tensor) -> Products:
-    """The products of x ``[M, K]``, w ``[N, K]`` and the gradient g ``[M, N]`` of the output.
+    """The three products for x ``[M, K]``, w ``[N, K]`` and the output gradient g ``[M, N]``.
 
     ``formula``: a recipe, ``"high_precision"``, or ``"rowwise"``, which casts both operands of each
-    product with scales that it keeps.
+    product with one scale per row or column that is not contracted.
     """
     (m, k), n = x.shape, len(w)
     if formula == "high_precision":
@@ -57,7 +57,7 @@ def products_of_expert(formula: str, x: Tensor, w: Tensor, g: Tensor) -> Product
 
 
 def expected(formula: str, x: Tensor, w: Tensor, g: Tensor, counts: Sequence[int]) -> Products:
-    """The products of all experts in fp64; 0 for the rows of no expert."""
+    """The products of all experts in fp64. Rows that belong to no expert are 0."""
     x, w, g = x.double(), w.double(), g.double()
     output, grad_input, grad_weight = map(torch.zeros_like, (g, x, w))
     begin = 0
@@ -72,12 +72,12 @@ def expected(formula: str, x: Tensor, w: Tensor, g: Tensor, counts: Sequence[int
 
 @dataclass
 class Layer:
-    """Two projections, their product, a projection back, and a sum with routing weights.
+    """Experts: two projections, their product, a projection back, and a routed sum.
 
     Attributes:
         tokens: the number of tokens of each rank.
-        ids: ``[T, top_k]``.
-        tensors: those that get a gradient, by name.
+        ids: the experts of tokens, ``[T, top_k]``.
+        tensors: the tensors that get a gradient, by name.
         grad: the gradient of the output.
     """
 
@@ -115,13 +115,13 @@ class Layer:
         return Layer(config, tokens, ids, tensors, tensors.pop("grad"))
 
     def part_of(self, name: str, tensor: Tensor, rank: int) -> Tensor:
-        """A rank's part of a tensor or its gradient: its tokens, or its experts."""
+        """A rank's part of a tensor or a gradient: the rows of its tokens, or its experts."""
         if name in ("x", "probs", "output"):
             return tensor.split(self.tokens)[rank]
         return tensor.chunk(len(self.tokens))[rank]
 
     def part(self, rank: int) -> "Layer":
-        """The tokens and the experts of a rank."""
+        """The layer with the tokens and experts of one rank."""
         ids, grad = (self.part_of("x", each, rank) for each in (self.ids, self.grad))
         tensors = {n: self.part_of(n, each, rank) for n, each in self.tensors.items()}
         return Layer(self.config, self.tokens, ids, tensors, grad)
@@ -129,12 +129,12 @@ class Layer:
     def forward(
         self, group: dist.ProcessGroup | None, frozen: Sequence[str] = ()
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the tensors, which get a gradient unless they are ``frozen``."""
+        """The output, and the leaf tensors, which require gradients unless they are ``frozen``."""
         t: Any = {n: e.clone().requires_grad_(n not in frozen) for n, e in self.tensors.items()}
         return self.output(t, group), t
 
     def output(self, t: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
-        """The output for some tensors."""
+        """The output for the given tensors."""
         routing = route(self.ids, len(t["down"]) * (group.size() if group else 1), group)
         gate, up = dispatch_linear(t["x"], [t["gate"], t["up"]], routing, self.config)
         hidden = (gate + t["gate_bias"][routing.groups.group_of_row]) * up

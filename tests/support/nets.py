@@ -45,14 +45,14 @@ class MLP(nn.Module):
 
 
 class GatedMLP(MLP):
-    """Without silu, whose last bit depends on where a value stands in a tensor."""
+    """An MLP without silu, whose last bit depends on the position of a value in a tensor."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.relu(self.w1(x)) * self.w3(x))
 
 
 class Net(nn.Module):
-    """Residual MLPs; input and output ``[batch, sequence, dim]``."""
+    """A stack of residual MLPs; input and output are ``[batch, sequence, dim]``."""
 
     def __init__(self, dim: int = 64, hidden: int = 96, layers: int = 2, seed: int = 0) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
 
 
 def sharded_net(mesh: DeviceMesh, config: Float8LinearConfig, seed: int = 0) -> Net:
-    """A float8 Net under TP over "tp", if of two ranks or more, and FSDP2 over the other axes."""
+    """A float8 Net with TP over "tp", if that has several ranks, and FSDP2 over the other axes."""
     net = convert_to_float8_training(Net(seed=seed), config=config)
     assert isinstance(net, Net)
     if mesh["tp"].size() > 1:
@@ -120,20 +120,20 @@ class Distributed:
             self.fully_shard(self.net, self.net.layers)
 
     def fully_shard(self, model: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """FSDP2 over dp: a group for each part, and one for the rest."""
+        """Apply FSDP2 over dp to each part, and to the rest of the model."""
         if self.dp > 1:
             for module in (*parts, model):
                 fully_shard(module, mesh=self.mesh["dp"], **self.fsdp_arguments)
 
     def mine(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an activation: its rows on dp, its positions with SP."""
+        """This rank's part of an activation: rows over dp, and with SP positions over tp."""
         tensor = tensor.chunk(self.dp)[self.mesh.get_local_rank("dp")]
         if self.tp > 1 and self.sequence_parallel:
             tensor = tensor.chunk(self.tp, dim=1)[self.mesh.get_local_rank("tp")]
         return tensor.contiguous()
 
     def wrong_casts(self, forward: Callable[[], object]) -> list[str]:
-        """What a forward multiplies in place of the casts of the weights' present values."""
+        """The weights for which a forward does not use the casts of their current values."""
         masters = full_state(self.net)
         with weights_used(self.net) as used:
             forward()
@@ -142,7 +142,7 @@ class Distributed:
 
 
 def full_state(net: nn.Module) -> dict[str, torch.Tensor]:
-    """The state_dict with whole tensors."""
+    """The state_dict with full tensors."""
     return {name: full(tensor) for name, tensor in net.state_dict().items()}
 
 
@@ -151,9 +151,9 @@ def wrong_casts(
     masters: dict[str, torch.Tensor],
     tp: DeviceMesh | None = None,
 ) -> list[str]:
-    """What a forward multiplied in place of this rank's parts of one device's casts.
+    """The weights that differ from this rank's parts of the casts on one device.
 
-    used: from `reference.weights_used`. masters: whole weights, named as in a state_dict.
+    used: from `reference.weights_used`. masters: full weights, named as in a state_dict.
     """
     wrong = []
     for name, weight in used.items():
@@ -169,12 +169,12 @@ def wrong_casts(
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor; any other tensor as it is."""
+    """The full tensor of a DTensor; other tensors are returned unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Block(nn.Module):
-    """What is compiled: the module that holds the one whose inputs are prepared."""
+    """A module to compile, around a module whose inputs are prepared by a hook."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -185,5 +185,5 @@ class Block(nn.Module):
 
 
 def blocks(world: Distributed) -> nn.Sequential:
-    """The MLPs of a distributed Net in blocks that can be compiled."""
+    """The MLPs of a distributed Net, each in a block to compile."""
     return nn.Sequential(*(Block(layer) for layer in world.net.layers))

@@ -1,4 +1,4 @@
-"""Training on a fixed list of micro-batches, whose weights have the same bits on any number of ranks."""
+"""Training on a fixed list of micro-batches, with the same bits on any number of ranks."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Model(nn.Module):
-    """Rows that are no multiples of 128, and numbers of rows that few numbers of ranks divide."""
+    """A model whose rows are not multiples of 128 long, with uneven shards for most rank counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,8 +35,8 @@ class Model(nn.Module):
             self.down = nn.Linear(HIDDEN, DIM, bias=False)
             self.spare = nn.Linear(DIM, DIM, bias=False)
             self.head = nn.Linear(DIM, VOCAB, bias=False)
-        self.has_spare = False  # whether a forward uses it
-        self.hook: Callable[[torch.Tensor], torch.Tensor] | None = None  # of a gradient
+        self.has_spare = False  # whether a forward uses the spare layer
+        self.hook: Callable[[torch.Tensor], torch.Tensor] | None = None  # a hook for a gradient
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.embedding(x)
@@ -49,13 +49,13 @@ class Model(nn.Module):
 
 @functools.cache
 def mesh_of(size: int, device: str = "cpu") -> DeviceMesh:
-    """The mesh of this rank and its neighbors: so many ranks, which divide those of the world."""
+    """The mesh of `size` neighboring ranks that has this rank. `size` divides the world size."""
     shape = (dist.get_world_size() // size, size)
     return init_device_mesh(device, shape, mesh_dim_names=("others", "dp"))["dp"]
 
 
 def sums(model: nn.Module) -> None:
-    """Let FSDP2 sum gradients."""
+    """Make FSDP2 sum gradients instead of averaging them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -113,7 +113,7 @@ def train(
     exact: bool = True,
     **options: Any,
 ) -> Weights:
-    """Train some steps; return the weights, and the norm of the last gradient."""
+    """Train for some steps; return the weights, and the norm of the last gradient."""
     for step in steps:
         backward(model, mesh, step, **options)
         norm = clip_grad_norm_(model.parameters(), 0.5, exact=exact)
@@ -138,14 +138,14 @@ def trained(
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> Weights:
-    """What `train` returns for a new model.
+    """Build a model, and return the result of `train`.
 
-    how: further arguments of ``built``. options: of ``train``.
+    how: further arguments of ``built``. options: further arguments of ``train``.
     """
     model = built(mesh, recipe, transport, compute, **(how or {}))
     return train(model, optimizer_of(model), mesh, range(steps), **options)
 
 
 def differing(one: Weights, other: Weights) -> list[str]:
-    """The names whose bits differ."""
+    """The names of weights whose bits differ."""
     return [name for name, each in one.items() if not same_bits(each, other[name])]

@@ -1,7 +1,7 @@
-"""Programs that tests start, and that leave no process behind.
+"""Run programs in tests without leaving processes behind.
 
-``subprocess.run`` ends the program alone when its time is up. torchrun's ranks have sessions of
-their own: they would stay, and wait for each other.
+On a timeout ``subprocess.run`` kills only the program itself. torchrun's ranks have their own
+sessions, so they would stay and wait for each other.
 """
 
 import os
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import psutil
 
-# Every process inherits it, whoever starts it, and keeps it when its parent has died.
+# An environment variable that every descendant inherits, and keeps after its parent has died.
 MARK = "FP8_DIST_TEST_RUN"
 
 
 @contextmanager
 def ending_all(environment: Mapping[str, str] | None = None) -> Iterator[dict[str, str]]:
-    """An environment. Whatever was started in it has ended, or is killed, when the block ends."""
+    """Yield an environment, and at the end of the block kill all processes that still have it."""
     mark = uuid.uuid4().hex
     try:
         yield {**(os.environ if environment is None else environment), MARK: mark}
     finally:
-        while left := _marked(mark):  # killed ones may have started others meanwhile
+        while left := _marked(mark):  # processes may start others before they are killed
             for process in left:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -38,7 +38,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """``subprocess.run`` that captures text, and ends every process when the time is up."""
+    """Like ``subprocess.run`` with captured text, but kill all descendants at the end."""
     with ending_all(env) as environment:
         return subprocess.run(
             command,

@@ -1,4 +1,4 @@
-"""What a train case does to a model and its twin, action by action."""
+"""The actions of a train case on a model and its twin."""
 
 import copy
 import tempfile
@@ -28,9 +28,9 @@ from fp8_dist.mesh import local_tensor
 
 
 def run_training(case: TrainCase) -> list[str]:
-    """Runs on each of the case's ranks; raises WrongResult, or what the library refuses.
+    """Run a case; called on each of its ranks. Raises WrongResult, or errors of the library.
 
-    Returns the documented errors of actions. After them the model must be as it was.
+    Returns the documented errors of actions, each of which must leave the model unchanged.
     """
     world = World(case)
     for i, action in enumerate(case.actions):
@@ -62,7 +62,7 @@ def write_data(net: nn.Module) -> None:
 
 
 def write_after_precompute(world: World) -> None:
-    """A write between precompute and the next pass, of one of the kinds that are noticed there."""
+    """Write to weights between precompute and the next pass, in a way that must be noticed."""
     precompute_float8_dynamic_scale(world.net)
     weights = [parameter for parameter in world.net.parameters() if parameter.ndim == 2]
     local = [local_tensor(weight) for weight in weights]
@@ -81,8 +81,8 @@ def write_after_precompute(world: World) -> None:
 
 
 def load_checkpoint(world: World) -> None:
-    """One ``dcp.load`` takes the model and its histories back to where they were saved."""
-    # (The twin is in a state_dict of its own: its histories are the same.)
+    """Save, train a step, and restore the model and its histories by one ``dcp.load``."""
+    # (The twin has the same histories, which are restored from its own state_dict.)
     histories = Float8State(world.twin).state_dict()
     with checkpoint_folder(processes(world.case.mesh)) as folder:
         state = {"model": world.net, "float8": Float8State(world.net)}
@@ -95,7 +95,7 @@ def load_checkpoint(world: World) -> None:
 
 
 def load_elsewhere(world: World) -> None:
-    """A checkpoint of DCP goes on on another mesh, in a model that had other weights."""
+    """Load a DCP checkpoint on another mesh, into a model with other weights, and continue."""
     histories = Float8State(world.twin).state_dict()
     before = whole_state(world.net)
     had_tp = world.tp > 1
@@ -113,7 +113,7 @@ def load_elsewhere(world: World) -> None:
     if changed:
         raise WrongResult(f"{changed} are not what was saved")
     if had_tp is not (world.tp > 1) and histories:
-        # Tensor parallelism casts one input for both layers: it is saved as that of the first.
+        # Tensor parallelism casts one input for both layers; only the first saves its history.
         first, other = histories["layers.0.w1"], histories["layers.0.w3"]
         other["input"] = [] if had_tp else first["input"]
     Float8State(world.twin).load_state_dict(histories)
@@ -126,7 +126,7 @@ def whole_state(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def checkpoint_folder(ranks: int) -> Iterator[str]:
-    """A folder that exists until all ranks are done with it."""
+    """A temporary folder for all ranks, which is deleted when they are done with it."""
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         if ranks > 1:
@@ -149,9 +149,9 @@ def step(world: World, update: bool = True) -> None:
 
 
 def scaled_step(world: World, overflow: bool = False) -> None:
-    """A step of a GradScaler, which skips it if a gradient is not finite."""
+    """Step with a GradScaler, which skips the optimizer step if a gradient is not finite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(torch.ones(()))  # the scaler makes its state here
+    scaler.scale(torch.ones(()))  # initializes the scaler
     world.run(training=True, overflow=overflow)
     before = whole_state(world.net)
     grads = [p.grad for p in world.net.parameters()]
@@ -174,14 +174,14 @@ def micro_batches(world: World) -> None:
 
 
 def deep_copy(world: World) -> None:
-    if world.replicas == 1:  # FSDP2 refuses to be copied
+    if world.replicas == 1:  # FSDP2 modules can't be copied
         world.net = copy.deepcopy(world.net)
         world.optimizer = world.make_optimizer(world.net)
     world.run(training=True)
 
 
 def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
-    """The change in training: the pass after it uses the new values."""
+    """An action that applies a change, and then checks that training uses the new values."""
 
     def take(world: World) -> None:
         world.both(change)

@@ -1,7 +1,7 @@
-"""The cases of the property tests: plain data that JSON can hold, and how they are drawn.
+"""The cases of the property tests, which are plain data for JSON, and how they are drawn.
 
-A `TrainCase` trains a model on a mesh through a sequence of actions. `property_training` says what is
-right; `property_actions` has the actions.
+A `TrainCase` trains a model on a mesh through a sequence of actions. `property_training` defines
+correct results; `property_actions` has the actions.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_values import VALUES
 from recipe_algebra import RECIPES
 
-# Of each mesh: ranks that replicate, that shard (FSDP2), that are tensor-parallel; sequence parallel?
+# Mesh sizes: ranks that replicate, that shard (FSDP2), that are tensor-parallel; and if with SP.
 MESHES: dict[str, tuple[int, int, int, bool]] = {
     "one process": (1, 1, 1, False),
     "FSDP2 x2": (1, 2, 1, False),
@@ -28,7 +28,7 @@ MESHES: dict[str, tuple[int, int, int, bool]] = {
     "HSDP 2 x 1 x TP 2": (2, 1, 2, False),
     "HSDP 2 x 2 x TP + SP 2": (2, 2, 2, True),
 }
-# FSDP2's policy gathers and computes in bf16, and reduces in fp32; autocast is to bf16.
+# The MixedPrecisionPolicy gathers and computes in bf16, and reduces in fp32. Autocast is to bf16.
 PRECISIONS = ("of the parameters", "MixedPrecisionPolicy", "autocast")
 ACTIONS = (
     "step",
@@ -58,9 +58,9 @@ class TrainCase:
     """Actions on a model on a mesh; each pass is compared with a twin in one process.
 
     Attributes:
-        other: the mesh to which the action "dcp.load, another mesh" goes, and from there back.
-        differs: the last of several ranks has another config, which all of them must refuse. (With
-            tensor parallelism beside FSDP2, the other replicas wait for those that the plan refuses.)
+        other: the mesh to which "dcp.load, another mesh" changes, and from which it changes back.
+        differs: whether the last rank has another config, which all ranks must refuse. (Not on
+            meshes with both TP and FSDP2, where replicas would wait for those whose plan fails.)
     """
 
     mesh: str = "one process"
@@ -88,14 +88,14 @@ def processes(mesh: str) -> int:
 
 
 def to_json(case: TrainCase) -> str:
-    """What `from_json` makes the case of again; fields that have their default are left out."""
+    """Serialize a case for `from_json`, without fields that have their default."""
     default = dataclasses.asdict(TrainCase())
     fields = dataclasses.asdict(case).items()
     return json.dumps({name: value for name, value in fields if value != default[name]})
 
 
 def from_json(text: str) -> TrainCase:
-    """The case that a report shows."""
+    """The case from the text in a report."""
     return TrainCase(**{name: _tuples(value) for name, value in json.loads(text).items()})
 
 
@@ -104,7 +104,7 @@ def _tuples(value: Any) -> Any:
 
 
 def simpler(case: TrainCase) -> list[TrainCase]:
-    """Cases that differ in one field, which has its default or fewer entries."""
+    """Variants of a case in which one field has its default, or fewer entries."""
     found: list[TrainCase] = []
     for field in dataclasses.fields(case):
         value = getattr(case, field.name)
@@ -128,8 +128,8 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
     others = [name for name in MESHES if processes(name) == processes(mesh) and name != mesh]
     other = draw(st.sampled_from(others)) if others else mesh
     sharded = [MESHES[name][:3] for name in (mesh, other)]
-    # Weights of which a tensor-parallel rank has nothing are refused at FSDP2's first gather, or
-    # FSDP2 waits for ever for their gradients; torch can't make full tensors of them before.
+    # Weights that are empty on a tensor-parallel rank are refused at FSDP2's first gather, or FSDP2
+    # hangs waiting for their gradients. Before that, torch can't compute full tensors of them.
     on_two_axes = any(tp > 1 and replicate * shard > 1 for replicate, shard, tp in sharded)
     on_one_axis = all((replicate * shard > 1) is not (tp > 1) for replicate, shard, tp in sharded)
     has_policy = all(replicate * shard > 1 for replicate, shard, _ in sharded)

@@ -1,4 +1,4 @@
-"""Runs a case where it needs to run, and says what came of it."""
+"""Run a case on as many ranks as it needs, and return the verdict."""
 
 import logging
 import warnings
@@ -8,12 +8,12 @@ from property_cases import TrainCase, processes
 from property_verdicts import Verdict, judge
 from ranks import RankError, RankPools
 
-# Few cases take a second. A hang ends here.
+# Only few cases take longer than a second, so this ends a hang.
 TIMEOUT_S = 120.0
 
 
 def verdict_of(case: TrainCase, pools: RankPools) -> Verdict:
-    """The verdict on a case; ranks that disagree about it, die or hang are a failure."""
+    """The verdict on a case. It has failed if its ranks disagree, die or hang."""
     ranks = processes(case.mesh)
     if ranks == 1:
         return on_this_rank(case)
@@ -25,13 +25,13 @@ def verdict_of(case: TrainCase, pools: RankPools) -> Verdict:
     if len({(v.kind, v.name) for v in found}) > 1:
         failed = failed or [Verdict("FAILED", f"ranks disagree: {found}")]
     if failed:
-        pools(ranks).close()  # a rank may wait for another one, which must not fail the next case
+        pools(ranks).close()  # a rank may still be waiting, which would fail the next case
         return failed[0]
     return found[0]
 
 
 def on_this_rank(case: TrainCase) -> Verdict:
-    """Called on every rank of the case."""
+    """The verdict of this rank; called on every rank of the case."""
     refused: list[str] = []
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)

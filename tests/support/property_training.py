@@ -1,15 +1,15 @@
-"""Actions on a model on a mesh, beside a twin in one process whose weights are always cast anew.
+"""Training on a mesh, compared with a twin in one process whose weights are always cast anew.
 
-Before each pass the twin is given the weights of the model. It runs the batches of all data-parallel
-ranks. A pass is right if
+Before each pass the weights of the model are copied to the twin. The twin runs the batches of all
+data-parallel ranks. A pass is right if
 
 - the operands of each float8 GEMM are bitwise this rank's parts of the twin's;
-- the output is the twin's: bitwise without tensor parallelism, else but for the order of a sum;
-- the gradients are the means of the twin's, but for the order of the sum.
+- the output equals the twin's, bitwise without TP, otherwise up to the order of summation;
+- the gradients are the means of the twin's, up to the order of summation.
 
-With a delayed scale only the rank that holds a NaN or inf sees it at once (docs/numerics.md). If a
-scale of the twin is NaN, tensor-parallel ranks and shards of weights are therefore compared alone in
-whether they have lost it.
+With a delayed scale, a NaN or inf is at first seen only by the rank that holds it
+(docs/numerics.md). If a scale of the twin is NaN, tensor-parallel ranks and shards of weights are
+therefore only checked for having lost it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -44,7 +44,7 @@ from fp8_dist.tensor_parallel import apply_tp_plan
 
 
 class GatedNet(Net):
-    """A second MLP where its inputs are bitwise one device's: not behind a reduction."""
+    """Gated MLPs; with TP only one, because reductions change the bits of the next inputs."""
 
     def __init__(self, case: TrainCase, layers: int) -> None:
         super().__init__(layers=0)
@@ -58,7 +58,7 @@ class GatedNet(Net):
         return x
 
 
-# The dim of the left and the right operand of each GEMM that a tensor-parallel style splits.
+# For each GEMM, the dims of the left and right operands that a tensor-parallel style shards.
 COLUMN = {"output": (None, 1), "grad_input": (1, 0), "grad_weight": (0, None)}
 ROW = {"output": (1, 0), "grad_input": (None, 1), "grad_weight": (None, 1)}
 SPLIT = {"w1": COLUMN, "w3": COLUMN, "w2": ROW}
@@ -66,7 +66,7 @@ WHOLE = dict.fromkeys(COLUMN, (None, None))
 
 
 class World:
-    """The model on this rank, the twin, and what was done to both."""
+    """The model on this rank, the twin, and the state of the case."""
 
     def __init__(self, case: TrainCase) -> None:
         self.case = case
@@ -76,7 +76,7 @@ class World:
         self.rank = dist.get_rank() if processes(case.mesh) > 1 else 0
         self.passes = 0
         self.checkpointing = False
-        self.spoiled = False  # what was compared with the gradients of this step has a NaN scale
+        self.spoiled = False  # whether a local NaN scale has affected the twin in this step
         self.refused: list[str] = []
         self.config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
         if case.differs and self.rank == processes(case.mesh) - 1:
@@ -111,12 +111,12 @@ class World:
 
     @property
     def configs(self) -> tuple[Float8LinearConfig, Float8LinearConfig]:
-        """Of the model and the twin."""
+        """The configs of the model and the twin."""
         gather = self.case.gather if self.replicas > 1 else False
         return replace(self.config, enable_fsdp_float8_all_gather=gather), self.config
 
     def build(self) -> None:
-        """A new model and a new twin."""
+        """Make a new model and a new twin."""
         self.net, self.twin = (self.model(config) for config in self.configs)
         self.distribute()
         self.lower_twin()
@@ -142,9 +142,9 @@ class World:
                 fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(*dtypes))
 
     def lower_twin(self) -> None:
-        """The twin's parameters take the dtype that FSDP2's policy gathers.
+        """Cast the twin's parameters to the dtype of FSDP2's policy.
 
-        A weight that is gathered in float8 is cast from what the model holds.
+        Not those that FSDP2 gathers in float8, because these are cast from the sharded parameters.
         """
         if not self.has_policy:
             return
@@ -156,12 +156,12 @@ class World:
                 parameter.data = parameter.data.to(torch.bfloat16)
 
     def update(self) -> None:
-        """After an optimizer step; the twin's delayed histories end the step, too."""
+        """Update the scales of the model and the twin after an optimizer step."""
         update_float8_scales(self.net)
         update_float8_scales(self.twin)
 
     def both(self, change: Callable[[nn.Module], object]) -> None:
-        """The change of the model and the twin; both refuse it, or neither does."""
+        """Apply a change to the model and the twin. Both must refuse it, or neither."""
         texts = []
         for model in (self.net, self.twin):
             try:
@@ -180,7 +180,7 @@ class World:
         )
 
     def grad(self, replica: int) -> torch.Tensor:
-        """The gradient of the output: given, since outputs are equal but for the order of sums."""
+        """The output gradient. It is drawn, because outputs may differ by the order of sums."""
         overflows = self.overflow and replica == self.passes % self.replicas
         return self.drawn("inf" if overflows else "magnitudes", replica + 5)
 
@@ -190,7 +190,7 @@ class World:
         return values(kind, shape, self.compute_dtype, 1000 * case.seed + 10 * self.passes + number)
 
     def same_weights(self) -> None:
-        """Give the twin the weights of the model."""
+        """Copy the weights of the model to the twin."""
         theirs = dict(self.twin.named_parameters())
         with torch.no_grad():
             for name, mine in self.net.named_parameters():
@@ -201,12 +201,12 @@ class World:
         return not all(parameter.requires_grad for parameter in self.net.parameters())
 
     def run(self, training: bool, accumulates: bool = False, overflow: bool = False) -> None:
-        """A pass of the model beside the twin's.
+        """Run a pass of the model and the twin, and compare them.
 
         Args:
             training: whether there is a backward.
-            accumulates: add to the gradients of the pass before.
-            overflow: the gradient of one replica's output has an infinite value.
+            accumulates: whether to add to the gradients of the previous pass.
+            overflow: whether the output gradient of one replica has an infinite value.
         """
         self.overflow = overflow
         self.same_weights()
@@ -214,7 +214,7 @@ class World:
         if not accumulates:
             self.net.zero_grad()
             if self.case.recipe == "delayed" and self.is_frozen():
-                # That these gradients are gone is not noticed where weights are frozen.
+                # With frozen weights, histories don't notice that gradients were dropped.
                 self.both(invalidate_float8_scales)
             self.spoiled = False
             self.twin_grads: list[list[torch.Tensor | None]] = []
@@ -226,7 +226,7 @@ class World:
                 if training:
                     mine.backward(self.part(self.grad(own)))
             for replica in range(self.replicas) if training else [own]:
-                # With None, what the twin records for other replicas would be of gradients thrown away.
+                # With None, the twin would discard the amaxes that it recorded for other replicas.
                 self.twin.zero_grad(set_to_none=not self.twin_grads)
                 with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
                     theirs = self.forward(self.twin, self.batch(replica))
@@ -244,7 +244,7 @@ class World:
             outputs = (output, all(finite[own * self.tp : (own + 1) * self.tp]))
             self.together(lambda: self.check_not_lost(outputs, whole if training else []))
             if training:
-                self.both(invalidate_float8_scales)  # what was recorded differs, too
+                self.both(invalidate_float8_scales)  # the recorded amaxes differ, too
             return
         self.together(
             lambda: self.check_operands(found, expected),
@@ -255,7 +255,7 @@ class World:
         )
 
     def is_local(self, records: list[GemmRecord]) -> bool:
-        """Whether a NaN scale of the twin's may be seen by some ranks alone."""
+        """Whether only some ranks may see a NaN scale of the twin."""
         if not self.config.recipe.delayed or processes(self.case.mesh) == 1:
             return False
         scales = [scale for record in records for x in record[2:4] for scale in x.scales]
@@ -267,10 +267,10 @@ class World:
         outputs: tuple[torch.Tensor, bool],
         net_grads: list[tuple[str, torch.Tensor | None]],
     ) -> None:
-        """What is not finite in the twin is not finite on the ranks.
+        """Check that results that are not finite in the twin are not finite on the ranks.
 
         Args:
-            outputs: of the twin; and whether those of the ranks are finite.
+            outputs: the output of the twin, and whether the outputs of the ranks are finite.
             net_grads: the gradients of the model.
         """
         theirs, finite = outputs
@@ -282,7 +282,7 @@ class World:
             raise WrongResult("all gradients are finite, and are not in the twin")
 
     def values_of_ranks(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
+        """Gather a value from all ranks."""
         if processes(self.case.mesh) == 1:
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -290,7 +290,7 @@ class World:
         return values
 
     def together(self, *checks: Callable[[], None]) -> None:
-        """Runs checks; raises what one finds on all ranks, so that none goes on alone."""
+        """Run checks. If one fails on any rank, raise on all ranks, so that all stop."""
         problem = ""
         try:
             for check in checks:
@@ -306,7 +306,7 @@ class World:
         return part_of(x, 1, self.tp, self.rank % self.tp) if self.sequence_parallel else x
 
     def forward(self, net: GatedNet, x: torch.Tensor, checkpoints: bool = False) -> torch.Tensor:
-        # (Of several replicas the root's hooks run outside.)
+        # (With several replicas, the whole model is called, so that FSDP2's root hooks run.)
         parts = net.layers if checkpoints and self.replicas == 1 else [net]
         with torch.autocast("cpu", torch.bfloat16, enabled=self.case.precision == "autocast"):
             for part in parts:
@@ -314,7 +314,7 @@ class World:
         return x
 
     def given(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of an input; a DTensor, since parts may be uneven."""
+        """This rank's part of an input. With SP it is a DTensor, because parts may be uneven."""
         if not self.sequence_parallel:
             return x
         whole = DTensor.from_local(x, self.mesh["tp"], [Replicate()], run_check=False)
@@ -333,7 +333,7 @@ class World:
                 qdata, scale = theirs.qdata, scales_of(theirs)
                 if dim is not None:
                     qdata, scale = (part_of(x, dim, self.tp, rank) for x in (qdata, scale))
-                # Scales of empty rows are of no use, and neither is what was folded with them.
+                # Scales of empty rows are not used, and neither are values folded with them.
                 if empty and (theirs.scale.ndim or mine.scale.ndim):
                     continue
                 if not same_values(scales_of(mine), scale):
@@ -354,7 +354,7 @@ class World:
         expected: list[GemmRecord],
         inputs: list[torch.Tensor],
     ) -> None:
-        """inputs: of the twin's last layer, which may be no float8 layer."""
+        """Check the output. inputs: those of the twin's last layer, which may not be float8."""
         if self.tp == 1 and not same_values(mine, theirs):
             raise WrongResult(f"output {mine}, twin {theirs}")
         a, b = inputs[-1], self.twin.layers[-1].w2.weight.detach().T
@@ -381,13 +381,13 @@ def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def gradients(net: nn.Module) -> list[torch.Tensor | None]:
-    """Copies of the gradients."""
+    """Copies of the gradients of all parameters."""
     return [None if p.grad is None else p.grad.clone() for p in net.parameters()]
 
 
 @contextmanager
 def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """A list of the inputs that the layer is given inside the block."""
+    """A list that collects the inputs of a layer in the block."""
     inputs: list[torch.Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach()))
     yield inputs
@@ -395,7 +395,7 @@ def inputs_of(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def part_of(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tensor:
-    """The part of a tensor that a shard of a dim holds, as DTensor divides it."""
+    """A rank's shard of a tensor along a dim, as DTensor divides it."""
     size = tensor.shape[dim]
     length = -(-size // ranks)
     start = min(rank * length, size)
@@ -403,7 +403,7 @@ def part_of(tensor: torch.Tensor, dim: int, ranks: int, rank: int) -> torch.Tens
 
 
 def with_one_zero(x: torch.Tensor) -> torch.Tensor:
-    """float8 data without the signs of zeros, which a GEMM of another shape may change."""
+    """float8 data with -0 replaced by 0: the signs of zeros may depend on the shape of a GEMM."""
     return x.view(torch.uint8).masked_fill(x.float() == 0, 0).view(x.dtype)
 
 
@@ -414,7 +414,7 @@ def check_near(
     terms: list[torch.Tensor],
     computed_in: torch.dtype,
 ) -> None:
-    """Equal but for the order of a sum, relative to the largest values of its terms."""
+    """Check that sums differ only by rounding, relative to the largest values of their terms."""
     if mine.shape != theirs.shape or mine.dtype is not theirs.dtype:
         raise WrongResult(
             f"{name} {mine.dtype} {tuple(mine.shape)}, twin {theirs.dtype} {tuple(theirs.shape)}"
@@ -424,7 +424,7 @@ def check_near(
         raise WrongResult(f"{name} is finite, and is not in the twin: {mine}, {theirs}")
     finite_terms = [term[term.isfinite()].double().abs() for term in terms]
     largest = sum(term.max().item() for term in finite_terms if term.numel())
-    # Near the limits of the dtype a sum may overflow in one order and not in the other.
+    # Near the limits of the dtype, whether a sum overflows may depend on the order.
     if largest < limits.max / 1e6:
         error = (mine[finite].double() - theirs[finite].double()).abs()
         eps = max(limits.eps, torch.finfo(computed_in).eps)

@@ -1,4 +1,4 @@
-"""Tensors for property tests, each described by plain data: values, dtype, shape, strides."""
+"""Tensors for property tests, described by plain data: kind of values, shape, dtype and seed."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ VALUES = (
 
 
 def values(kind: str, shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """A contiguous tensor of a kind of `VALUES`; a special value stands at one place."""
+    """A contiguous tensor of a kind in `VALUES`; special values occur at one place."""
     generator = torch.Generator("cpu").manual_seed(seed)
     limits = torch.finfo(dtype)
     x = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)

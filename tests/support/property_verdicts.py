@@ -1,4 +1,4 @@
-"""The verdict on a property case: right, a documented error, or a failure in words."""
+"""The verdict on a property case: right, a documented error, or a described failure."""
 
 import re
 import traceback
@@ -10,9 +10,9 @@ import fp8_dist
 
 LIBRARY = Path(fp8_dist.__file__).resolve().parent
 SOURCES = (LIBRARY, LIBRARY.parent / "fsdp", LIBRARY.parent / "tensor_parallel")
-# torch's own refusals, which docs/support.md names ("Not possible").
+# Errors of torch itself, which docs/support.md lists ("Not possible").
 OF_TORCH = re.compile(r"FSDP does not support uneven sharding on dim 1")
-# Every message begins with what refuses: a layer, a function, a class, or what the user wrote.
+# Every message begins with its subject: a layer, a function, a class, or the user's code.
 SUBJECT = re.compile(
     r"^(layers\.\d+\.)?(w\d|layer|Float8\w+|CastConfig\S*|[a-z]\w*(_\w+)+|float8 GEMM of|a \w+ owns|"
     r"these weights|FSDP2's first gather)\b"
@@ -20,24 +20,24 @@ SUBJECT = re.compile(
 
 
 class WrongResult(Exception):
-    """What differs from what is right, in words."""
+    """A result is wrong; the text says how it differs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: "right", "error" (a documented one) or "FAILED"; text: which error, or what is wrong."""
+    """kind: "right", "error" (a documented one) or "FAILED"; text: the error or the failure."""
 
     kind: str
     text: str = ""
 
     @property
     def name(self) -> str:
-        """The text without the numbers and names of the case, to count by."""
+        """The first line of the text, shortened and without numbers, for counting."""
         return re.sub(r"\d+", "N", self.text.splitlines()[0])[:90] if self.text else ""
 
 
 def documented(error: Exception) -> bool:
-    """Whether the library raises it as a user error that names what refuses."""
+    """Whether this is a user error of the library whose message begins with its subject."""
     if isinstance(error, NotImplementedError) and OF_TORCH.search(str(error)):
         return True
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -48,7 +48,7 @@ def documented(error: Exception) -> bool:
 
 
 def judge(run: Callable[[], None]) -> Verdict:
-    """The verdict on a run, which raises WrongResult for a result that is not right."""
+    """The verdict on a run, which raises WrongResult if a result is wrong."""
     try:
         run()
     except WrongResult as error:

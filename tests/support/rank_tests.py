@@ -1,4 +1,4 @@
-"""Tests that run on every rank."""
+"""A decorator for tests that run on every rank."""
 
 import importlib
 import inspect
@@ -16,14 +16,14 @@ def on_ranks(
 ) -> Callable[[Function], Function]:
     """Turn a function that is called on every rank into a test.
 
-    The parameters of the test are those of the function. What ``pytest.mark.parametrize`` gives to
-    them travels by value.
+    The test has the parameters of the function. Values from ``pytest.mark.parametrize`` are passed
+    by value.
 
     Args:
-        sizes: their product is the number of ranks; a string stands for the parameter of this name,
-            a number or the axes of a mesh.
-        returns: what the function must return on every rank.
-        timeout: seconds, instead of the pool's.
+        sizes: the factors of the number of ranks. A string names a parameter, which is a number or
+            the axes of a mesh.
+        returns: the value that the function must return on every rank.
+        timeout: seconds, instead of the pool's timeout.
     """
 
     def decorate(function: Function) -> Function:

@@ -1,10 +1,9 @@
 """A pool of gloo ranks that stays alive between tests. Ranks are forked from a server process that
-has imported torch, so that a new pool starts in a fraction of a second.
+has imported torch, so a new pool starts in a fraction of a second.
 
-Vocabulary: a *rank* is one process holding the default process group; a *task* is
-one call of a module-level function on every rank; a pool is *spoiled* when a task did not
-end well on every rank. A spoiled pool is killed at once and started afresh at its next use:
-ranks that left a collective at different places can't be trusted with another one.
+Vocabulary: a *rank* is a process in the default process group; a *task* is one call of a
+module-level function on every rank. If a task fails on any rank, its pool is killed at once, and
+restarted at its next use, because its ranks may have left a collective at different places.
 
     def gathered(width):                      # in a test module, at its top level
         mesh = device_mesh(tp=2)
@@ -42,11 +41,11 @@ from torch.utils._pytree import tree_map_only
 
 from scripts.common.gloo import use_one_thread_per_group
 
-# Importing torch on a busy machine with few cores.
+# Time to import torch on a busy machine with few cores.
 START_TIMEOUT_S = 180.0
-# Ends a collective that some rank never joins, well before the parent gives up.
+# Timeout of a collective that some rank never joins; shorter than the parent's.
 GROUP_TIMEOUT_S = 60.0
-# How long the other ranks may go on once one has failed: most are waiting for it.
+# Time that other ranks get after one has failed. Most of them are waiting for it.
 GRACE_S = 3.0
 # Forking a process that has imported torch is not safe on macOS.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
@@ -60,7 +59,7 @@ PRELOADED = [
     "fp8_dist.fsdp",
     "fp8_dist.tensor_parallel",
 ]
-# Imported there, too, if this process has imported them: many test modules do.
+# Also imported there if this process has imported them, as many test modules do.
 PRELOADED_IF_USED = ["pytest", "nets", "hf_experts", "hf_models", "peft", "recorded_cases"]
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -71,11 +70,11 @@ class RankError(RuntimeError):
 
 @functools.cache
 def device_mesh(**axes: int) -> DeviceMesh:
-    """The mesh of default devices with these axes, in this order; called on a rank.
+    """The mesh of default devices with the given axes, in this order; called on a rank.
 
-    Made once per pool: tests that ask for the same axes share the process groups. (Nothing
-    ever destroys them: DTensor caches specs by mesh *equality*, so a spec that an earlier
-    test left behind may point to the earlier mesh.)
+    It is made once per pool, so tests with the same axes share process groups. (They are never
+    destroyed: DTensor caches specs by mesh *equality*, so a spec from an earlier test may refer to
+    the earlier mesh.)
     """
     device = torch.get_default_device().type
     return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -90,19 +89,19 @@ class RankPool:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._folder: Path | None = None
-        self._settled = True  # the last task ended well on every rank
+        self._settled = True  # whether the last task succeeded on every rank
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` on every rank and returns the results, by rank.
+        """Call `fn(*args, **kwargs)` on every rank, and return the results by rank.
 
-        fn: a function at the top level of an importable module. Arguments and results travel
-            by value; tensors in results are detached. A DTensor can't leave its ranks:
-            return its `to_local()` or `full_tensor()`.
-        timeout: seconds for this task instead of the pool's.
+        fn: a function at the top level of an importable module. Arguments and results are passed
+            by value; tensors in results are detached. A DTensor can't be returned: return its
+            `to_local()` or `full_tensor()`.
+        timeout: seconds for this task, instead of the pool's timeout.
 
-        Raises RankError (see there); the pool starts afresh at the next call then.
+        If this raises RankError, the pool is restarted at the next call.
         """
         task = _pack((sys.path, fn, args, kwargs))
         if not self._processes:
@@ -112,21 +111,21 @@ class RankPool:
             for connection in self._connections:
                 connection.send_bytes(task)
             return self._collect(self.timeout if timeout is None else timeout)
-        except OSError as error:  # a rank that died while it was idle
+        except OSError as error:  # a rank died while it was idle
             raise RankError(f"a rank is gone: {error}\n{self._exit_codes()}") from error
         finally:
             if not self._settled:
                 self.close()
 
     def run_same(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`run` of a function that returns the same on every rank: what it returns."""
+        """Call `run`, check that all ranks return the same value, and return it."""
         first, *others = self.run(fn, *args, **kwargs)
         for rank, other in enumerate(others, start=1):
             assert other == first, f"rank {rank} has another result than rank 0"
         return first
 
     def close(self) -> None:
-        """Kills the ranks, if there are any, and removes their files."""
+        """Kill the ranks, if there are any, and remove their files."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -151,7 +150,7 @@ class RankPool:
                 daemon=True,
                 name=f"rank {rank} of {self.world_size}",
             )
-            # The server that the first one starts must find what is preloaded.
+            # The first one starts the server, which must find the preloaded modules.
             with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
                 process.start()
             theirs.close()
@@ -164,7 +163,7 @@ class RankPool:
                 self.close()
 
     def _collect(self, timeout: float) -> list[Any]:
-        """One answer from every rank, as results by rank; sets `_settled` if all were good."""
+        """Receive the results of all ranks; set `_settled` if all succeeded."""
         self._settled = False
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         results: dict[int, Any] = {}
@@ -199,17 +198,17 @@ class RankPool:
         return "\n".join(f"rank {r}: exit code {c}" for r, c in codes.items() if c is not None)
 
     def _stacks(self, silent: list[int]) -> dict[int, str]:
-        """Where the ranks that did not answer are, as told by faulthandler."""
+        """The stacks of ranks that did not answer, from faulthandler."""
         for rank in silent:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if silent:
-            time.sleep(0.3)  # the handler writes from C, without Python's help
+            time.sleep(0.3)  # the handler runs in C, even if Python is blocked
         assert self._folder is not None
         return {rank: _stack_file(self._folder, rank).read_text() for rank in silent}
 
 
 class RankPools:
-    """`pools(world_size)` is the pool of that size; every size is started at its first use."""
+    """Pools by size: `pools(world_size)` is the pool of that size, started at its first use."""
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
@@ -245,8 +244,8 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _pack(value: Any) -> bytes:
-    """By value: the reductions that torch registers for multiprocessing would share memory
-    with a process that may be gone when it is read; a plain pickle fails on float8."""
+    """Serialize by value: with torch.multiprocessing's reductions, memory would be shared with a
+    process that may have ended before it is read. (Plain pickle does not support float8.)"""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -257,9 +256,9 @@ def _unpack(data: bytes) -> Any:
 
 
 def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) -> None:
-    """The life of one rank: join the default group, then answer tasks until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    # Conversion and the garbage collector look at all objects: spare them 400,000 of modules.
+    """Run a rank: join the default group, then answer tasks until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    # Conversion and the garbage collector traverse all objects: exclude 400,000 of modules.
     gc.freeze()
     stacks = _stack_file(Path(folder), rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -283,7 +282,7 @@ def _rank_main(rank: int, world_size: int, folder: str, connection: Connection) 
 
 
 def _answer(task: bytes) -> bytes:
-    """(True, result) or (False, traceback), pickled; leaves seed and environment as they were."""
+    """Run a task; return (True, result) or (False, traceback), pickled. Restore the environment."""
     environment = dict(os.environ)
     torch.manual_seed(0)
     try:

@@ -1,6 +1,6 @@
-"""The three GEMMs of every config in fp64, written down from its fields and formulas alone.
+"""References for the three GEMMs of any config in fp64, from its fields and the formulas alone.
 
-Nothing here calls the code under test, but for :func:`layer_of` and :func:`step`, which run it.
+Only :func:`layer_of` and :func:`step` run the code under test.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
 GEMMS = ("output", "grad_input", "grad_weight")
 OPERANDS = ("input", "weight", "grad_output")
 
-# Of each GEMM: its operands in its order, and the dim of each (as it is stored) that it sums over.
+# For each GEMM: its operands in order, and the dim of each (as stored) that is contracted.
 SUMMED = {
     "output": (("input", 1), ("weight", 1)),
     "grad_input": (("grad_output", 1), ("weight", 0)),
@@ -33,14 +33,14 @@ SUMMED = {
 
 
 def magnitude(x: torch.Tensor, covered: int | None) -> torch.Tensor:
-    """amax in fp64: 0-dim, or of size 1 along the covered dim."""
+    """The amax in fp64: 0-dim, or of size 1 along the covered dim."""
     return x.double().abs().amax() if covered is None else x.double().abs().amax(covered, True)
 
 
 def rounded(
     x: torch.Tensor, dtype: torch.dtype, amax: torch.Tensor, power_of_2: bool
 ) -> torch.Tensor:
-    """What ``x`` dequantizes to, fp64, if it is cast with the scale of ``amax``."""
+    """Cast ``x`` with the scale of ``amax``, and dequantize it; fp64."""
     m = (FORMATS[dtype][0] / amax.double().clamp(min=1e-12)).float()
     if power_of_2:
         m = torch.ldexp(torch.ones_like(m), torch.frexp(m).exponent - 1)
@@ -48,14 +48,14 @@ def rounded(
 
 
 def multiplied(x: torch.Tensor, dtype: torch.dtype, m: torch.Tensor) -> torch.Tensor:
-    """What ``x`` dequantizes to, fp64, if it is cast with these multipliers, fp32."""
+    """Cast ``x`` with fp32 multipliers, and dequantize it; fp64."""
     return nearest((x.float() * m).double(), dtype) * (1 / m).double()
 
 
 def cast_by_blocks(
     x: torch.Tensor, dtype: torch.dtype, rows: int, columns: int, rule: str | None
 ) -> torch.Tensor:
-    """What a matrix dequantizes to, fp64, if it is cast with a scale per block."""
+    """Cast a matrix with one scale per block, and dequantize it; fp64."""
     exponents, values = reference_blocks(x, dtype, (rows, columns, 0, 0), rule)
     i, j = torch.arange(x.shape[0]) // rows, torch.arange(x.shape[1]) // columns
     return values * torch.exp2(exponents[i][:, j].double() - 127) if x.numel() else values
@@ -64,10 +64,10 @@ def cast_by_blocks(
 def summed_in_blocks(
     x: torch.Tensor, dtype: torch.dtype, summed: int, block: tuple[int, int], rule: str | None
 ) -> torch.Tensor:
-    """What a GEMM that sums over a dim takes of a matrix with scales of blocks, fp64.
+    """The dequantized operand with block scales, fp64, of a GEMM that contracts the dim ``summed``.
 
-    The GEMM that contracts the tokens takes the float8 values of the others, cast again in blocks
-    along the tokens, with scales by which nothing saturates.
+    For the GEMM that contracts tokens, the float8 values of the other GEMM are cast again in blocks
+    along the tokens, with scales for which nothing saturates.
     """
     rows, columns = block
     first = cast_by_blocks(x, dtype, rows, columns, rule)
@@ -79,13 +79,13 @@ def summed_in_blocks(
 def in_order(
     gemm: str, left: torch.Tensor, right: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operands of ``SUMMED`` as the factors of a product."""
+    """The operands of a GEMM as the factors of a matrix product."""
     transposed = {"output": (left, right.t()), "grad_weight": (left.t(), right)}
     return transposed.get(gemm, (left, right))
 
 
 def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Powers of two, fp64, ``[rows, 1]``."""
+    """Power-of-two scales of rows, fp64, ``[rows, 1]``."""
     m = (FORMATS[dtype][0] / magnitude(x, 1).clamp(min=1e-12)).float()
     scale = torch.ldexp(torch.ones_like(m), 1 - torch.frexp(m).exponent).double()
     return torch.where(magnitude(x, 1).isfinite(), scale, torch.nan)
@@ -94,9 +94,9 @@ def row_scales(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def products(
     config: Float8LinearConfig, x: torch.Tensor, w: torch.Tensor, g: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Output and gradients of ``config``, fp64; input ``[M, K]``, weight ``[N, K]``, grad_output.
+    """Output and gradients in fp64, for input ``[M, K]``, weight ``[N, K]`` and grad_output.
 
-    What is cast how is taken from the fields of the config, and nothing from the name of a recipe.
+    Casts are derived from the fields of the config, not from the name of a recipe.
     """
     tensors = {"input": x, "weight": w, "grad_output": g}
     pairs = {gemm: multiplied_by(gemm, config, tensors) for gemm in GEMMS}
@@ -106,7 +106,7 @@ def products(
 def multiplied_by(
     gemm: str, config: Float8LinearConfig, operands: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a GEMM multiplies, fp64."""
+    """The dequantized factors of a GEMM, fp64."""
     casts = {name: cast_of(config, name, gemm) for name in OPERANDS}
     used = [name for name, _ in SUMMED[gemm]]
     enabled = casts[used[0]].scaling_type is not ScalingType.DISABLED
@@ -121,20 +121,20 @@ def multiplied_by(
 
 
 def cast_of(config: Float8LinearConfig, operand: str, gemm: str) -> CastConfig:
-    """The cast of an operand in a GEMM; that of its first GEMM if the second has none."""
+    """The cast of an operand for a GEMM. If none is set, the operand's first cast."""
     second = getattr(config, f"cast_config_{operand}_for_{gemm}", None)
     return second or getattr(config, f"cast_config_{operand}")  # type: ignore[no-any-return]
 
 
 def dtype_of(cast: CastConfig, operand: str) -> torch.dtype:
-    """The dtype of the cast; gradients are e5m2 where it has none."""
+    """The dtype of a cast. If none is set, e5m2 for gradients, and e4m3 otherwise."""
     return cast.target_dtype or (E5M2 if operand == "grad_output" else E4M3)
 
 
 def dequantized(
     x: torch.Tensor, cast: CastConfig, operand: str, summed: int, power_of_2: bool
 ) -> torch.Tensor:
-    """What a GEMM that sums over a dim takes of an operand, fp64."""
+    """The dequantized operand of a GEMM that contracts the dim ``summed``, fp64."""
     if cast.scaling_type is ScalingType.DISABLED or not x.numel():
         return x.double()
     dtype = dtype_of(cast, operand)
@@ -147,7 +147,7 @@ def dequantized(
 def folded(
     x: torch.Tensor, w: torch.Tensor, g: torch.Tensor, dtypes: dict[str, torch.dtype]
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What each GEMM multiplies by the algebra in fp8_dist/linear/rowwise_folded.py, fp64."""
+    """The factors of each GEMM by the formulas in fp8_dist/linear/rowwise_folded.py, fp64."""
     t, s = row_scales(x, dtypes["input"]), row_scales(w, dtypes["weight"])
     xd = rounded(x, dtypes["input"], magnitude(x, 1), True)
     wd = rounded(w, dtypes["weight"], magnitude(w, 1), True)
@@ -160,7 +160,7 @@ def folded(
 
 
 def in_fp32(x: torch.Tensor) -> torch.Tensor:
-    """Infinite where fp32 overflows; fp64."""
+    """fp64 values, replaced by inf if fp32 would overflow."""
     return torch.where(x.abs() > torch.finfo(torch.float32).max, torch.inf, x)
 
 
@@ -173,7 +173,7 @@ def exact(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> dict[str, torch.
 def operands(
     m: int = 64, k: int = 48, n: int = 80, outliers: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input, weight and grad_output, fp32; with outliers rows, channels of many magnitudes."""
+    """Random fp32 operands; with ``outliers``, rows and channels differ in magnitude."""
     x, w, g = torch.randn(m, k), torch.randn(n, k) / k**0.5, torch.randn(m, n)
     if outliers:
         x *= torch.randn(m, 1).exp()
@@ -190,7 +190,7 @@ def config_of(recipe: str, **changes: Any) -> Float8LinearConfig:
 
 
 def floor_of_mxfp8() -> Float8LinearConfig:
-    """The recipe mxfp8, but for the rule of its scales."""
+    """The recipe mxfp8 with the scale rule "floor"."""
     config = config_of("mxfp8")
     fields = [f"cast_config_{operand}" for operand in OPERANDS]
     return replace(config, **{f: replace(getattr(config, f), scale_rule="floor") for f in fields})
@@ -199,7 +199,7 @@ def floor_of_mxfp8() -> Float8LinearConfig:
 def layer_of(
     config: Float8LinearConfig, w: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Float8Linear:
-    """A layer with this weight."""
+    """A float8 layer with the given weight and bias."""
     layer = Float8Linear(w.shape[1], w.shape[0], bias is not None, dtype=w.dtype, config=config)
     layer.weight = nn.Parameter(w.clone())
     if bias is not None:
@@ -208,7 +208,7 @@ def layer_of(
 
 
 def step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Output and gradients of a forward and a backward."""
+    """Run a forward and backward; return the output and the gradients."""
     x = x.detach().requires_grad_()
     layer.zero_grad()
     output = layer(x)

@@ -1,7 +1,7 @@
-"""Random recordings of a mesh, clean or with one planted fault, and what a replay must find.
+"""Random recordings on a mesh, clean or with one planted fault, and what a replay must find.
 
-Faults change tensors in place where observers are shown them, so that training goes on with them as
-with those of a wrong kernel or message.
+Faults change tensors in place where observers see them, so that training continues with the wrong
+values, as after an error in a kernel or message.
 """
 
 import math
@@ -46,7 +46,7 @@ from fp8_dist.tensor_parallel import (
 )
 from fp8_dist.torch_internals import in_backward
 
-# Of each mesh: ranks that replicate, that shard (FSDP2), that are tensor- or expert-parallel.
+# Mesh sizes: ranks that replicate, that shard (FSDP2), that are tensor- or expert-parallel.
 MESHES = {
     "FSDP2 x2": (1, 2, 1),
     "FSDP2 x3": (1, 3, 1),
@@ -70,19 +70,19 @@ RECIPES += ("delayed", "two levels", "half octaves", "fp32 blocks")
 OF_EXPERTS = ("tensorwise", "rowwise_folded", "blockwise", "mxfp8")
 LAYERS = [f"layers.{i}.{name}" for i in (0, 1) for name in ("w1", "w2", "w3")]
 GEMMS = ("output", "grad_input", "grad_weight")
-EXPERTS = 12  # of all ranks
+EXPERTS = 12  # over all ranks
 UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 @dataclass(frozen=True)
 class RecordedCase:
-    """Steps of training that are recorded.
+    """A recorded training.
 
     Attributes:
-        fault: what one rank does in the last step; ``""`` is nothing.
+        fault: the fault of one rank in the last step; ``""`` for none.
         target: the layer and the operand or GEMM of the fault.
-        named: whether all layers are recorded, or the passing casts of the last step are written.
-        experts: how many of all experts get tokens.
+        named: whether to record all layers by name, or to write the last step's casts at its end.
+        experts: the number of experts that get tokens.
     """
 
     mesh: str = "FSDP2 x4"
@@ -122,7 +122,7 @@ class RecordedCase:
 
 
 def drawn(number: int, seed: int, has_fault: bool) -> RecordedCase:
-    """The case of a number; those of different seeds differ."""
+    """The case with a number, drawn from the seed."""
     of = random.Random(f"{seed} {number}")
     mesh = of.choice([mesh for mesh in MESHES if not has_fault or RecordedCase(mesh).ranks == 4])
     case = RecordedCase(mesh)
@@ -167,7 +167,7 @@ def _with_fault(case: RecordedCase, of: random.Random) -> RecordedCase:
         targets = {name: (fqn, targets[name][1]) for name in ("byte", "scale", "result")}
         targets["nan"] = UP, "input"
         if (case.has_parts, case.recipe, gemm) == (True, "rowwise_folded", "grad_input"):
-            del targets["result"]  # it needs parts of other ranks
+            del targets["result"]  # its check would need parts of other ranks
         if case.has_parts:
             targets |= {"input": (UP, "input"), "gradient": (DOWN, "grad_output")}
         else:
@@ -194,7 +194,7 @@ class Experts(nn.Module):
             parameter.data = torch.randn(parameter.shape, generator=generator) / size
 
     def forward(self, x: Tensor) -> Tensor:
-        """The experts of a token follow from its values."""
+        """Route each token to experts that depend on its values."""
         first = x.detach().argmax(1)
         ids = torch.stack([first, first + 1], 1) % self.used
         return self.experts(x, ids, torch.full(ids.shape, 0.5))
@@ -227,18 +227,18 @@ def built(case: RecordedCase) -> nn.Module:
 
 
 class Fault:
-    """A fault of this rank, which happens once.
+    """A fault on this rank, which happens once.
 
     Attributes:
         is_armed: whether it may happen now.
-        has_happened: whether it has.
+        has_happened: whether it has happened.
     """
 
     def __init__(self, case: RecordedCase) -> None:
         self.case, self.kind, self.is_armed, self.has_happened = case, case.fault, False, False
 
     def happens(self, *target: str) -> bool:
-        """Whether it happens here and now."""
+        """Whether the fault happens now, at this target; if so, note that."""
         found = self.is_armed and not self.has_happened and target == self.case.target
         self.has_happened |= found
         return found
@@ -247,7 +247,7 @@ class Fault:
         return f"{owner.fqn}.{owner.name}" if self.case.has_experts else owner.fqn
 
     def observe(self, real: Callable[..., None]) -> Callable[..., None]:
-        """A cast with a wrong byte or scale."""
+        """Wrap ``observe`` to plant a wrong byte or scale in a cast."""
 
         def observe(owner: Any, operand: str, source: Any, made: Any, *a: Any, **k: Any) -> None:
             is_cast = self.kind in ("byte", "scale") and made and source.high.numel()
@@ -261,7 +261,7 @@ class Fault:
         return observe
 
     def gemm(self, left: Any, right: Any, gemm: str, spec: Any, *a: Any, **k: Any) -> Any:
-        """A GEMM to which a wrong operand arrives."""
+        """Run a GEMM, with a wrong operand if the fault is there."""
         pair = [left, right]
         for i, operand in enumerate(GEMM_OPERANDS[gemm]):  # type: ignore[index]
             is_taken = self.kind.startswith("operand") and not isinstance(pair[i], Tensor)
@@ -275,7 +275,7 @@ class Fault:
         return REAL_GEMM(*pair, gemm, spec, *a, **k)
 
     def observe_multiply(self, real: Callable[..., None]) -> Callable[..., None]:
-        """A GEMM with a wrong result."""
+        """Wrap ``observe_multiply`` to plant a wrong result of a GEMM."""
 
         def observe_multiply(owner: Any, product: Any) -> None:
             is_result = self.kind == "result" and product.result.numel()
@@ -287,7 +287,7 @@ class Fault:
         return observe_multiply
 
     def send_rows(self, rows: Any, places: Tensor, routing: Any) -> Any:
-        """A message of float8 rows, of which two change places, or one arrives twice."""
+        """Send float8 rows; the fault swaps two of them, or sends one twice."""
         out, is_again = REAL_SEND(rows, places, routing), in_backward()
         target = (DOWN, "grad_output") if places is routing.slots else (UP, "input")
         if (is_again and target[0] == UP) or not self.kind.startswith("row"):
@@ -300,7 +300,7 @@ class Fault:
         return dispatch._moved(out, lambda x: x.index_select(0, order))
 
     def arrivals(self, *a: Any) -> Tensor:
-        """An order of arrived rows in which two have changed places."""
+        """The order of arrived rows; the fault swaps two of them."""
         found = REAL_ARRIVALS(*a)
         if self.kind == "routing" and len(found) > 1 and self.happens(*self.case.target):
             found[[0, -1]] = found[[-1, 0]]
@@ -327,14 +327,14 @@ class Fault:
 
 
 def change_byte(qdata: Tensor, shape: Sequence[int], seed: int, bits: int) -> None:
-    """Change a byte of float8 data, of which a transposed copy may have more rows, of zeros."""
+    """Change a byte of float8 data, outside of the padding that transposed copies may have."""
     row = seed % math.prod(shape[:-1])
     at = torch.unravel_index(torch.tensor(row), qdata.shape[:-1])
     qdata.data.view(torch.uint8)[(*at, seed % shape[-1])] ^= bits
 
 
 def change_scale(scales: Sequence[Tensor]) -> None:
-    last = scales[-1].data  # autograd may have saved it already
+    last = scales[-1].data  # .data, because autograd may have saved it already
     at = (0,) * last.ndim
     if last.dtype is torch.float32:
         last[at] *= 2
@@ -346,7 +346,7 @@ REAL_GEMM, REAL_SEND, REAL_ARRIVALS = autograd._gemm, functions.send_rows, dispa
 
 
 def planted(fault: Fault) -> ExitStack:
-    """A context in which a fault can happen."""
+    """A context with the patches of a fault."""
     patches: list[tuple[Any, str, Any]] = [(autograd, "_gemm", fault.gemm)]
     patches += [(functions, "send_rows", fault.send_rows), (dispatch, "_arrivals", fault.arrivals)]
     for module in (operands, weight, rowwise_folded, observing):
@@ -360,7 +360,7 @@ def planted(fault: Fault) -> ExitStack:
 
 
 def recorded(case: RecordedCase, folder: Path) -> tuple[str, bool]:
-    """Record a case: the name of the recording, and whether a fault of this rank has happened."""
+    """Record a case; return the recording's name, and whether a fault of this rank has happened."""
     warnings.simplefilter("ignore")
     rank, fault = dist.get_rank(), Fault(case)
     net = built(case)
@@ -394,7 +394,7 @@ def recorded(case: RecordedCase, folder: Path) -> tuple[str, bool]:
 
 
 def batch(case: RecordedCase, number: int) -> Tensor:
-    """This rank's part of a batch, of which data-parallel ranks have different numbers of rows."""
+    """This rank's part of a batch. Data-parallel ranks have different numbers of rows."""
     parallel, rank = MESHES[case.mesh][2], dist.get_rank()
     replica = rank if case.has_experts and not case.has_parts else rank // parallel
     generator = torch.Generator().manual_seed(1000 * case.seed + 10 * number + replica)
@@ -415,7 +415,7 @@ def refused_or_recorded(case: RecordedCase, folder: Path) -> tuple[str, bool] | 
 
 
 def verdict(case: RecordedCase, pools: RankPools, folder: Path) -> str:
-    """``right``, ``refused`` (a documented error), ``no fault``, or what is wrong."""
+    """Record and replay a case: ``right``, ``refused``, ``no fault``, or a wrong finding."""
     found = pools(case.ranks).run(refused_or_recorded, case, folder)
     if isinstance(found[0], str):
         return "refused"
@@ -432,7 +432,7 @@ def verdict(case: RecordedCase, pools: RankPools, folder: Path) -> str:
 def is_named(case: RecordedCase, first: Finding) -> bool:
     """Whether a finding names the step, the layer, the operand or GEMM, and the rank of a fault.
 
-    Of two copies that differ, and of what FSDP2 gathers from these, it names all ranks.
+    Replicas that differ can't be told apart, so for these it may name all their ranks.
     """
     fqn, what = case.target
     *gemm, operand = what.split(" ")
@@ -441,7 +441,7 @@ def is_named(case: RecordedCase, first: Finding) -> bool:
     where = first.is_wrong, first.step, first.fqn, first.operand
     is_place = where == (True, case.steps - 1, fqn, operand) and {*gemm} <= {*first.gemms}
     candidates = 1
-    if case.fault == "nan" and first.gemms == ["output"]:  # it is cast where it arrived
+    if case.fault == "nan" and first.gemms == ["output"]:  # TP ranks share it
         candidates = MESHES[case.mesh][2]
     elif case.fault == "replica":
         candidates = 2 if case.gather and len(first.gemms) == 2 else 4

@@ -1,4 +1,4 @@
-"""Recordings of several ranks: what they hold, and a fault for them."""
+"""Helpers for recordings of several ranks: their casts and values, and a planted fault."""
 
 import warnings
 from collections import defaultdict
@@ -17,24 +17,24 @@ from fp8_dist.mesh import local_tensor
 
 
 def written(recorder: Recorder) -> Path:
-    """The folder that a recorder writes now."""
+    """Make a recorder write, and return the folder."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # which name the folder
+        warnings.simplefilter("ignore")  # the warnings name the folder
         return recorder.write()
 
 
 def casts(folder: Path) -> list[Cast]:
-    """The casts of a recording in which nothing is wrong, with the parts of all ranks."""
+    """The casts of a recording without findings, with the parts of all ranks."""
     replay = Replay(folder)
     assert not replay.findings
     return replay.casts
 
 
 def values(folder: Path, rank: int | None = None) -> dict[tuple[Any, ...], list[list[float]]]:
-    """All values in high precision and dequantized, sorted; of each cast of a layer.
+    """For each cast of a layer, all values in high precision and all dequantized values, sorted.
 
-    Weights count once, though micro-batches, and ranks that have all of one, each cast it.
-    ``rank``: the one whose casts count, where each rank has those of one device.
+    Weights count once, even if several micro-batches or ranks cast the same weight. ``rank``: count
+    only this rank's casts, for recordings in which every rank casts the same as one device.
     """
     found: dict[tuple[Any, ...], list[Cast]] = defaultdict(list)
     for cast in casts(folder):
@@ -55,14 +55,14 @@ def values(folder: Path, rank: int | None = None) -> dict[tuple[Any, ...], list[
 
 
 def different(ranks_folder: Path, device_folder: Path) -> list[tuple[Any, ...]]:
-    """The casts whose values on ranks are not those of one device, which each rank recorded."""
+    """The casts whose values on ranks differ from one device, which every rank recorded."""
     mine, its = values(ranks_folder), values(device_folder, rank=0)
     assert mine.keys() == its.keys()
     return [key for key, each in its.items() if mine[key] != each]
 
 
 def corrupt_gathers(fault: str, shape: Sequence[int], patch: pytest.MonkeyPatch) -> None:
-    """Change what FSDP2 gathers on this rank of each weight of a shape: its scales, or a byte."""
+    """Corrupt each weight of a shape after FSDP2's gather on this rank: its scales, or a byte."""
     gather = Float8AllGatherWeight.fsdp_post_all_gather
 
     def corrupted(self: Any, outputs: Any, metadata: Any, dtype: Any, *, out: Any = None) -> Any:

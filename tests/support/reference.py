@@ -1,7 +1,7 @@
 """Independent references: the numerics of one cast in fp64, SQNR, and a recorder.
 
-Nothing here calls the code under test; the recorders listen to it. Of the library's internals, only
-its recording of GEMMs, and what it has warned of, are used.
+References don't call the code under test; recorders only observe it. The only internals of the
+library in use are observers, the cache of weights' statistics, and the list of given warnings.
 """
 
 import io
@@ -27,7 +27,7 @@ from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor.known import TRAINED, UNKNOWN, KnownWeight
 
-# Largest finite values of the encodings, numbers of mantissa bits, and smallest exponents.
+# Largest finite values, numbers of mantissa bits, and smallest exponents of float8 formats.
 FORMATS = {
     torch.float8_e4m3fn: (448.0, 3, -6),
     torch.float8_e5m2: (57344.0, 2, -14),
@@ -36,7 +36,7 @@ FORMATS = {
 
 
 def float8_grid(dtype: torch.dtype) -> list[float]:
-    """Every finite non-negative value of a float8 format, ascending, from its definition."""
+    """All finite non-negative values of a float8 format in ascending order, by its definition."""
     largest, mantissa_bits, smallest_exponent = FORMATS[dtype]
     steps = 2**mantissa_bits
     values = [i / steps * 2.0**smallest_exponent for i in range(steps)]
@@ -48,7 +48,7 @@ def float8_grid(dtype: torch.dtype) -> list[float]:
 
 
 def nearest(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp64 numbers, rounded to the nearest value of a float8 format, ties to even; saturated."""
+    """Round fp64 numbers to the nearest value of a float8 format, ties to even, saturating."""
     largest, bits, smallest = FORMATS[dtype]
     scaled = scaled.clamp(-largest, largest)
     exponent = (torch.frexp(scaled).exponent - 1).clamp(min=smallest)
@@ -59,7 +59,7 @@ def nearest(scaled: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def reference_cast(
     x: torch.Tensor, dtype: torch.dtype, power_of_2: bool = False
 ) -> tuple[torch.Tensor, float]:
-    """(rounded values of ``x * m`` as fp64, scale)."""
+    """Cast ``x``: (rounded values of ``x * multiplier`` as fp64, scale)."""
     amax = x.double().abs().max().item() if x.numel() else 0.0
     m = torch.tensor(FORMATS[dtype][0] / max(amax, 1e-12), dtype=torch.float64).float()
     if power_of_2:
@@ -70,11 +70,11 @@ def reference_cast(
 def reference_blocks(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exponents as bytes, rounded values of ``x / scale`` as fp64).
+    """Cast in blocks: (exponents as bytes, rounded values of ``x / scale`` as fp64).
 
-    ``x``: ``[M, K]``. ``blocks``: rows, columns, and where in its first block it begins, by rows and
-    by columns. ``rule``: as in :mod:`fp8_dist.kernels.blocks`. NaN for the values of a block that has
-    others than finite ones.
+    ``x``: ``[M, K]``. ``blocks``: rows and columns of a block, and the row and column in the first
+    block at which ``x`` begins. ``rule``: as in :mod:`fp8_dist.kernels.blocks`. All values of a
+    block are NaN if one of them is not finite.
     """
     x = x.detach().float().double()
     i, j = ((torch.arange(n) + blocks[2 + d]) // blocks[d] for d, n in enumerate(x.shape))
@@ -91,14 +91,14 @@ def reference_blocks(
 
 
 def _exponent_bytes(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> torch.Tensor:
-    """The bytes of the scales of blocks: 255 is NaN."""
+    """The exponent bytes of block scales; 255 is NaN."""
     largest = FORMATS[dtype][0]
     if rule is None:
         byte = 128 - torch.frexp((largest / amax.clamp(min=1e-12)).float()).exponent
     elif rule in ("floor", "even"):  # floor(log2(amax)) - floor(log2(largest))
         fraction, exponent = torch.frexp(amax)
         byte = 127 + exponent - math.frexp(largest)[1]
-        if rule == "even":  # of an amax that is rounded to two bits before
+        if rule == "even":  # the amax is first rounded to two bits
             byte = byte + (fraction >= 0.875).int()
     else:  # ceil(log2(amax / largest))
         fraction, exponent = torch.frexp(amax / largest)
@@ -109,7 +109,7 @@ def _exponent_bytes(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) ->
 
 
 def sqnr(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Signal to quantization noise ratio in dB, in fp64; inf where the two are equal."""
+    """Signal to quantization noise ratio in dB, in fp64; inf if the two are equal."""
     expected, actual = expected.detach().double(), actual.detach().double()
     noise = (expected - actual).norm()
     return math.inf if noise == 0 else (20 * torch.log10(expected.norm() / noise)).item()
@@ -117,7 +117,7 @@ def sqnr(expected: torch.Tensor, actual: torch.Tensor) -> float:
 
 @contextmanager
 def all_warnings() -> Iterator[list[str]]:
-    """The texts of all warnings in the block, once it has ended; also of those that were given before."""
+    """The texts of all warnings in the block, even repeated ones; filled when the block ends."""
     texts: list[str] = []
     with (
         patch.object(fp8_dist.text, "_warned", set()),
@@ -129,7 +129,7 @@ def all_warnings() -> Iterator[list[str]]:
 
 
 def reloaded(value: Any, weights_only: bool = True) -> Any:
-    """What was saved to a file and loaded from it."""
+    """Save a value by torch.save, and return what torch.load returns."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -137,12 +137,12 @@ def reloaded(value: Any, weights_only: bool = True) -> Any:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """What the lines of a file hold."""
+    """The objects in a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors of one dtype and shape hold the same bytes (NaN equals NaN)."""
+    """Whether two tensors have the same dtype, shape and bytes (equal NaN bits are equal)."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return (
         a.dtype == b.dtype
@@ -152,7 +152,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if two tensors hold the same bits but for which NaN it is, wherever they are."""
+    """Whether two tensors have the same bits, where any NaN equals any other, on any devices."""
     a, b = a.detach().cpu(), b.detach().cpu()
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
@@ -171,7 +171,7 @@ def scales_of(x: Float8Tensor) -> torch.Tensor:
 
 
 def scale_of_elements(x: Float8Tensor) -> torch.Tensor:
-    """`scales_of` a tensor with one level of blocks, by a formula that is not the library's."""
+    """As `scales_of`, for one level of blocks, by a formula independent of the library."""
     rows, columns = map(int, re.findall(r"\d+", x.scheme.covers))
     first_row, first_column = x.start
     j = (torch.arange(x.shape[-1]) + first_column).div(columns, rounding_mode="floor")
@@ -183,17 +183,17 @@ def scale_of_elements(x: Float8Tensor) -> torch.Tensor:
 
 
 def same_cast(a: Float8Tensor, b: Float8Tensor) -> bool:
-    """True if two float8 tensors have the same bytes and the same scale, bit for bit."""
+    """Whether two float8 tensors have the same bits of data and scale."""
     return same_bits(a.qdata, b.qdata) and same_bits(a.scale, b.scale)
 
 
 def kinds(table: str) -> str:
-    """The lines of `CommAudit.table()` without its totals."""
+    """The lines of `CommAudit.table()` without the totals."""
     return "\n".join(table.splitlines()[:-3])
 
 
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
-    """The text of the exception of exactly this kind that a call raises."""
+    """The text of the exception, of exactly this type, that a call raises."""
     with pytest.raises(kind) as info:
         call()
     assert info.type is kind
@@ -201,7 +201,7 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 
 
 def saved_in(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What a forward returns, and the tensors that autograd saves for its backward."""
+    """The result of a forward, and the tensors that autograd saves for its backward."""
     saved: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def saved_in(forward: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, list[to
 
 
 class Watching(TorchDispatchMode):
-    """Sees every operator, and so keeps the library from taking short cuts."""
+    """A mode that sees every operator, so that the library can't take shortcuts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,12 +224,12 @@ class Watching(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# The left and the right operand of a float8 GEMM, as it takes them.
+# The left and right operands of a float8 GEMM.
 Product = tuple[Float8Tensor, Float8Tensor]
 
 
 class Products(Sequence[Product]):
-    """The operands in the records of a recording, as it grows."""
+    """The operands in a growing list of records."""
 
     def __init__(self, records: list[GemmRecord]) -> None:
         self._records = records
@@ -247,26 +247,26 @@ class Products(Sequence[Product]):
 
 @contextmanager
 def float8_gemms() -> Iterator[Products]:
-    """Records copies of the operands of each float8 GEMM of a layer, in order."""
+    """Record copies of the operands of each float8 GEMM of layers, in order."""
     with record_gemms() as records:
         yield Products(records)
 
 
 def validity(weight: Tensor) -> int:
-    """What the tensor of a weight tells of its scales: UNKNOWN, STALE, or a positive number."""
+    """The state of a weight's cached statistics: UNKNOWN, STALE, or a positive number."""
     local = local_tensor(weight)
     return int(local.check(weight).valid) if isinstance(local, KnownWeight) else UNKNOWN
 
 
 def known(weight: Tensor) -> Tensor | None:
-    """The packed statistics of a weight's current values, if they are known."""
+    """The packed statistics of a weight's current values, if they are cached."""
     local = local_tensor(weight)
     return local.known if isinstance(local, KnownWeight) and validity(weight) > TRAINED else None
 
 
 @contextmanager
 def weights_used(model: torch.nn.Module) -> Iterator[dict[str, Float8Tensor]]:
-    """Per layer name, a copy of the local float8 weight that its forward multiplied."""
+    """By layer name, a copy of the local float8 weight that the forward multiplied."""
     names = {layer.fqn: name for name, layer in float8_layers(model).items()}
     used: dict[str, Float8Tensor] = {}
     with record_gemms() as records:

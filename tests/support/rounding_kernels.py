@@ -1,4 +1,4 @@
-"""The kernels' conversions to and from float8, by integers ("soft") and by the GPU's instruction."""
+"""The kernels' float8 conversions, by integer arithmetic ("soft") and by GPU instructions."""
 
 import torch
 import triton
@@ -29,7 +29,7 @@ def _decode(codes, out, BIAS: tl.constexpr, SOFT: tl.constexpr):
 def encoded(
     x: torch.Tensor, dtype: torch.dtype, *, saturate: bool = True, soft: bool = True
 ) -> torch.Tensor:
-    """The codes of fp32 numbers, on `DEVICE`."""
+    """The float8 codes of fp32 numbers, on `DEVICE`."""
     out = torch.empty(x.shape, dtype=torch.uint8, device=DEVICE)
     grid = (triton.cdiv(x.numel(), BLOCK),)
     _encode[grid](x.to(DEVICE), out, x.numel(), saturate, BIAS[dtype], soft, BLOCK)

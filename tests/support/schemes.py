@@ -1,7 +1,7 @@
-"""Scaling schemes that the library does not have, as CONTRIBUTING ("Adding a scaling scheme") asks.
+"""Scaling schemes outside of the library, written as in CONTRIBUTING ("Adding a scaling scheme").
 
-One scale per pair of neighbouring rows of a weight, and per pair of columns in the second GEMM. One
-scale per 4 values of a row, in one copy that serves both GEMMs and is gathered in float8.
+`Pairs` has one scale per two adjacent rows of a weight, or columns in the second GEMM. `Quads` has
+one scale per 4 values of a row, in one copy that serves both GEMMs and is gathered in float8.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
 
 
 class OfBlocks(Scheme):
-    """One level of fp32 scales, from amaxes."""
+    """A base class of schemes with one level of fp32 scales, from amaxes."""
 
     def measure(self, x: torch.Tensor, start: Start = (0, 0)) -> Statistics:
         return (self.levels[0].amax(x, start),)
@@ -26,7 +26,7 @@ class OfBlocks(Scheme):
 
 @dataclass(frozen=True, eq=False)
 class Pairs(OfBlocks):
-    """One scale per pair of neighbouring rows, or columns; of inputs and gradients, per row."""
+    """One scale per two adjacent rows or columns of a weight; for inputs and gradients, per row."""
 
     family = "pairs"
 
@@ -74,7 +74,7 @@ SINGLE_ROWS = Pairs(size=1)
 
 
 def config_of(scheme: Scheme, tokens: Scheme | None = None, **fields: Any) -> Float8LinearConfig:
-    """The weight has ``scheme``; inputs and gradients have ``tokens``, by default the same."""
+    """A config with ``scheme`` for the weight, and ``tokens`` (or the same) for other operands."""
     names = ("cast_config_weight", "cast_config_input", "cast_config_grad_output")
     schemes = (scheme, tokens or scheme, tokens or scheme)
     casts = {n: CastConfig(scaling_granularity=s) for n, s in zip(names, schemes, strict=True)}

@@ -1,4 +1,4 @@
-"""Models with frozen weights, stored in float8 or not, and the bits of their passes."""
+"""Models with frozen weights, stored in float8 or not, and the results of their passes."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ Run = tuple[torch.Tensor, ...]
 
 
 def converted(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
-    """Two frozen layers whose blocks differ in size; 128 does not divide their features."""
+    """Two frozen layers with blocks of different magnitudes. 128 does not divide all features."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(512, 320), nn.ReLU(), nn.Linear(320, 192)).to(dtype)
     for weight in (net[0].weight, net[2].weight):
@@ -38,7 +38,7 @@ def frozen(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.S
 
 
 def freeze(net: nn.Module) -> list[str]:
-    """Stores the frozen weights, those of four bits packed."""
+    """Store the frozen weights in float8, or, if they are mxfp4, packed."""
     (packs,) = {
         layer.config.cast_config_weight.format == "mxfp4" for layer in float8_layers(net).values()
     }
@@ -46,7 +46,7 @@ def freeze(net: nn.Module) -> list[str]:
 
 
 def run(net: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Run:
-    """The outputs and the input's gradients of two passes."""
+    """The outputs and input gradients of two passes."""
     x = torch.randn(48, 512, generator=torch.Generator().manual_seed(1)).to(dtype)
     found = []
     for _ in range(2):

@@ -1,10 +1,10 @@
-"""Finds what a GPU's streams may get wrong: data races, and memory that is reused too early.
+"""Find hazards of CUDA streams: data races, and memory that is reused too early.
 
-CUDA kernels of one stream run in order; those of two streams do only where one waits for an event
-of the other. And the caching allocator hands a freed block to the next allocation on the stream
-that the block was allocated on, at once: what other streams still do with it must be known to that
-stream, or be declared by ``record_stream``. :class:`Hazards` follows both rules for all storages of
-fake CUDA tensors, on the simulated streams of ``tests/support/fake_cuda/streams.py``.
+Kernels on one stream run in order. Kernels on two streams are ordered only if one stream waits for
+an event of the other. The caching allocator hands a freed block at once to the next allocation on
+the stream that it was allocated on. So that stream must have waited for other streams that used the
+block, or ``record_stream`` must have been called. :class:`Hazards` checks both rules for all fake
+CUDA storages, on the simulated streams of ``tests/support/fake_cuda/streams.py``.
 """
 
 import sys
@@ -29,15 +29,15 @@ _SMALL = 2**20  # bytes; larger blocks have pools of their own
 
 @dataclass
 class Access:
-    """The last operator of a stream that read (or wrote) a block."""
+    """An access to a block by an operator on a stream."""
 
     stream: Stream
     number: int
     name: str
-    clock: Clock | None = None  # of the stream, for collectives, which are waited for one by one
+    clock: Clock | None = None  # the stream's clock, for collectives alone
 
     def known_to(self, stream: Stream) -> bool:
-        """Whether a stream runs after it."""
+        """Whether a stream is ordered after this access."""
         return stream is self.stream or stream.knows(self.stream.stream_id, self.number)
 
 
@@ -47,20 +47,20 @@ class Memory:
 
     reference: StorageWeakRef
     size: int
-    pool: Stream  # that it was allocated on
-    made: str  # the line of the library that did
+    pool: Stream  # the stream that it was allocated on
+    made: str  # the functions of the library that allocated it
     written: Access | None = None
-    uses: dict[int, Access] = field(default_factory=dict)  # by the id of the stream
-    recorded: set[int] = field(default_factory=set)  # the streams that the allocator was told of
+    uses: dict[int, Access] = field(default_factory=dict)  # the last access by stream id
+    recorded: set[int] = field(default_factory=set)  # the streams in calls of record_stream
 
     def is_freed(self) -> bool:
-        """Whether Python freed it, or FSDP2, which resizes storages."""
+        """Whether Python has freed the storage, or FSDP2 has resized it."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
         return storage is None or storage.nbytes() != self.size
 
 
 class Hazards(TorchDispatchMode):
-    """Follows the streams of what runs while it is entered; ``found`` has each hazard's count."""
+    """A mode that follows operators and streams; ``found`` counts each hazard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class Hazards(TorchDispatchMode):
         self._compute = current_stream()
         self._nccl = Stream(name="NCCL")
         self._memories: dict[int, Memory] = {}
-        # Those that another stream than their pool's has used: no others are reused too early.
+        # Memories used on a stream other than their pool's. Only these can be reused too early.
         self._shared: dict[int, Memory] = {}
-        self._freed: defaultdict[int, list[Memory]] = defaultdict(list)  # by the id of the pool
+        self._freed: defaultdict[int, list[Memory]] = defaultdict(list)  # by stream id of the pool
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
@@ -88,9 +88,9 @@ class Hazards(TorchDispatchMode):
             written = self._memory_of(args[0], self._compute).written
             if written is not None and written.clock is not None:
                 stream.merge(written.clock)
-            return args[0]  # of fake tensors the result is another one
+            return args[0]  # because for fake tensors the result is a new tensor
         if name == "triton_kernel":
-            # What nothing has written before was allocated for its results.
+            # Memory that was never written is assumed to be for results.
             written = [t for t in args[1] if self._memory_of(t, self._compute).written is None]
             self._run(space, args[0], args[1], written)
         elif space != "prim":
@@ -105,7 +105,7 @@ class Hazards(TorchDispatchMode):
     def _run(
         self, space: str, name: str, reads: list[torch.Tensor], writes: list[torch.Tensor]
     ) -> None:
-        """An operator that reads and writes."""
+        """Follow an operator that reads and writes tensors."""
         stream, clock = current_stream(), None
         runs_on = self._nccl if space in _COLLECTIVES else stream
         if runs_on is self._nccl:
@@ -118,7 +118,7 @@ class Hazards(TorchDispatchMode):
             for tensor in filter(_is_cuda, tensors):
                 self._use(self._memory_of(tensor, self._compute), access, writes=is_written)
         if space == "c10d":
-            # FSDP2 waits at once; for asynchronous unshards later, but on the same stream.
+            # FSDP2 waits at once, or, for asynchronous unshards, later on the same stream.
             stream.wait_stream(self._nccl)
 
     def _use(self, memory: Memory, access: Access, writes: bool) -> None:
@@ -138,7 +138,7 @@ class Hazards(TorchDispatchMode):
             memory.recorded.add(self._nccl.stream_id)  # torch keeps it until the wait
 
     def _memory_of(self, tensor: torch.Tensor, pool: Stream) -> Memory:
-        """The memory of a tensor; one that was not seen before was allocated on the given stream."""
+        """The memory of a tensor. New memory counts as allocated on the given stream."""
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None or memory.is_freed():
@@ -148,7 +148,7 @@ class Hazards(TorchDispatchMode):
         return memory
 
     def _reuse(self, new: Memory) -> None:
-        """A new allocation takes the memory of any freed block of its pool that it fits into."""
+        """Let a new allocation reuse all freed blocks of its pool that are large enough."""
         for key, memory in list(self._shared.items()):
             if memory.is_freed():
                 self._freed[memory.pool.stream_id].append(self._shared.pop(key))
@@ -175,7 +175,7 @@ def _is_cuda(tensor: torch.Tensor) -> bool:
 
 
 def _where() -> str:
-    """The innermost functions of the library on the stack."""
+    """The innermost functions of the library on the current stack."""
     names: list[str] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and len(names) < 3:

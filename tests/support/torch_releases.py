@@ -1,4 +1,4 @@
-"""What some supported releases of torch refuse: there a test asserts that they do."""
+"""Contexts for features that some supported releases of torch lack: they assert the error."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,10 +12,10 @@ RELEASE = Version(torch.__version__).release[:2]
 
 
 def uneven_sequence_viewed() -> AbstractContextManager[Any]:
-    """Around ranks that can't share a sequence evenly, and a module that views it as a matrix.
+    """A context for modules that view a gathered sequence as a matrix, if ranks divide it unevenly.
 
-    Before 2.13, a DTensor that was gathered along such a dim keeps the strides of the padding that
-    it was gathered with. torch's linear layer, its backward, and Mixtral's experts can't view it.
+    Before 2.13, a DTensor that was gathered along an uneven dim keeps the strides of the padding.
+    torch's linear layer, its backward, and Mixtral's experts can't view it.
     """
     if RELEASE >= (2, 13):
         return nullcontext()
@@ -23,9 +23,9 @@ def uneven_sequence_viewed() -> AbstractContextManager[Any]:
 
 
 def pieces_that_torch_moves() -> AbstractContextManager[Any]:
-    """Around ranks that let torch redistribute a DTensor of which each has several pieces.
+    """A context for the redistribution of DTensors of which each rank has several pieces.
 
-    Before 2.13 it does so only where FSDP2 has made the pieces of a tensor-parallel shard.
+    Before 2.13, torch supports it only if FSDP2 has divided a tensor-parallel shard.
     """
     if RELEASE >= (2, 13):
         return nullcontext()
@@ -33,9 +33,9 @@ def pieces_that_torch_moves() -> AbstractContextManager[Any]:
 
 
 def rows_in_torchs_gemm(recipe: str) -> AbstractContextManager[Any]:
-    """Around GEMMs of a recipe by ``torch._scaled_mm``, which torchao calls, on CPUs.
+    """A context for GEMMs of a recipe by ``torch._scaled_mm`` on CPUs, which torchao calls.
 
-    In 2.11 it takes one scale per tensor only.
+    In 2.11 it supports only one scale per tensor.
     """
     if RELEASE >= (2, 12) or not recipe.startswith("rowwise"):
         return nullcontext()

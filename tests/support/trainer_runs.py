@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate on the ranks of a pool, over a tiny Llama."""
+"""Run transformers' Trainer and accelerate on the ranks of a pool, with a tiny Llama."""
 
 import os
 from collections.abc import Iterator
@@ -40,16 +40,16 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
 
 
 def dataset(length: int = 64) -> list[dict[str, torch.Tensor]]:
-    """Texts of 8 tokens, each repeated twice."""
+    """Texts of 16 tokens: 8 random tokens, and the same again."""
     texts = torch.randint(0, 64, (length, 8), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": text, "labels": text} for text in texts.repeat(1, 2)]
 
 
 @contextmanager
 def as_on_gpus() -> Iterator[None]:
-    """Let accelerate take ranks on CPUs for ranks that have GPUs.
+    """Make accelerate treat ranks on CPUs as if they had GPUs.
 
-    accelerate leaves out FSDP on CPUs, without a word.
+    On CPUs accelerate silently leaves out FSDP.
     """
     known = ("gloo", DistributedType.MULTI_GPU)
     with (
@@ -63,7 +63,7 @@ def as_on_gpus() -> Iterator[None]:
 
 @contextmanager
 def launched(fsdp: bool = False) -> Iterator[None]:
-    """A rank of a pool as accelerate knows ranks; ``fsdp``: as it knows those that have GPUs."""
+    """Set up a rank of a pool for accelerate; ``fsdp``: as a rank with a GPU."""
     with ExitStack() as stack:
         if dist.is_initialized():
             rank, size = str(dist.get_rank()), str(dist.get_world_size())
@@ -82,18 +82,18 @@ def launched(fsdp: bool = False) -> Iterator[None]:
 
 
 class SequentialTrainer(Trainer):
-    """Takes the texts in their order."""
+    """A Trainer that does not shuffle texts."""
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
 class Audit(TrainerCallback):
-    """Audits each step; comes after the callback that updates the scales."""
+    """A callback that audits each step; it must come after the callback that updates scales."""
 
     def __init__(self) -> None:
-        self.gathers: list[tuple[int, int]] = []  # in float8: messages, elements
-        self.amaxes: list[int] = []  # int32 messages
+        self.gathers: list[tuple[int, int]] = []  # of float8: (messages, elements)
+        self.amaxes: list[int] = []  # numbers of int32 messages
         self._stack = ExitStack()
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ def train(
     steps: int = 6,
     **arguments: Any,
 ) -> tuple[Trainer, dict[str, Any]]:
-    """The trainer, and its losses by kind."""
+    """Train, and return the trainer and its losses by kind."""
     defaults = {
         "per_device_train_batch_size": MICRO_BATCH,
         "gradient_accumulation_steps": ACCUMULATION,
@@ -149,7 +149,7 @@ def train(
 
 
 def single_process(model: LlamaForCausalLM) -> list[float]:
-    """The losses of a plain loop over what both ranks of a Trainer see in six steps."""
+    """The losses of a plain loop over the batches that both ranks of a Trainer see in six steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     texts = torch.stack([text["input_ids"] for text in dataset()])
     batches = texts.split(MICRO_BATCH)

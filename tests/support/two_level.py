@@ -1,7 +1,7 @@
-"""A scaling scheme that the library does not know: two levels of scales.
+"""A scaling scheme outside of the library, with two levels of scales; the example of CONTRIBUTING.
 
-One fp32 scale per tensor, and one e4m3 scale per block of 16 values along the last dim, or of 16 x 16
-values of a weight: ``x ~= qdata * block scale * tensor scale``. It is the example of CONTRIBUTING.
+It has one fp32 scale per tensor, and one e4m3 scale per block of 16 values along the last dim, or
+of 16 x 16 values of a weight: ``x ~= qdata * block scale * tensor scale``.
 """
 
 from dataclasses import dataclass, replace
@@ -41,14 +41,14 @@ class TwoLevel(Scheme):
         return tensor.amax(x), blocks.amax(x, start)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        """Block scales of 448 and values of 448 fit below the tensor's amax."""
+        """Choose the tensor scale so that the tensor's amax has block scale 448 and value 448."""
         amax, blocks = statistics
         tensor = (amax / _LARGEST**2).clamp(min=1e-30)
         return tensor, (blocks / _LARGEST / tensor).clamp(_SMALLEST, _LARGEST).to(E4M3)
 
 
 def two_level_config() -> Float8LinearConfig:
-    """All operands in two levels; the weight in squares, of which one copy serves both GEMMs."""
+    """A config for all operands. The weight has square blocks, so one copy serves both GEMMs."""
     return config_of(TwoLevel(rows=16), TwoLevel())
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-# What compares with torchao (which imports Triton), or has it quantize weights.
+# Tests that compare with torchao (which imports Triton), or use it to quantize weights.
 OF_TORCHAO = (
     "kernels/test_torchao_blocks",
     "linear/test_torchao",

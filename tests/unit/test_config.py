@@ -54,7 +54,7 @@ def test_gemms_can_be_disabled_one_by_one() -> None:
 
 
 def test_recipes_by_name() -> None:
-    """(What each casts: tests/unit/test_docs.py compares it with the table of the page.)"""
+    """(tests/unit/test_docs.py compares what each recipe casts with the table of the page.)"""
     configs = {r: Float8LinearConfig.from_recipe_name(r) for r in Float8LinearRecipeName}
     assert configs == {r: Float8LinearConfig.from_recipe_name(r.value) for r in configs}
     assert configs[Float8LinearRecipeName.TENSORWISE] == Float8LinearConfig()

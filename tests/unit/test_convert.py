@@ -122,7 +122,7 @@ A GPU will refuse these converted layers, whose out_features or in_features is n
 
 
 class GroupedExperts(nn.Module):
-    """Stands for torchtitan's, beside its router."""
+    """Experts like torchtitan's GroupedExperts."""
 
     def __init__(self, experts: int, dim: int) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def test_tied_weights_stay_tied_or_are_refused() -> None:
     with pytest.raises(ValueError, match=text):
         convert_to_float8_training(model, config=GATHERED)
     assert not any(isinstance(m, Float8Linear) for m in model.modules())
-    convert_to_float8_training(model)  # gathered in high precision they may be tied
+    convert_to_float8_training(model)  # they may be tied without float8 gathers
     assert model.head.weight is model.embedding.weight
 
 

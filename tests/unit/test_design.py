@@ -89,7 +89,7 @@ def test_public_names_are_defined_once() -> None:
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """What imports of a module make its names stand for."""
+    """The full names of what a module imports, by the names that it uses."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -113,7 +113,7 @@ def written_to(node: ast.AST) -> Iterator[str]:
 
 
 def writes() -> set[str]:
-    """What the library replaces or mutates at run time, but for what its functions make."""
+    """Names that the library replaces or mutates at run time, except locals of functions."""
     nodes = [(m, *item) for m, tree in modules().items() for item in top_level(tree)]
     values = {f"{m}.{name}" for m, name, n in nodes if isinstance(n, ast.Assign | ast.AnnAssign)}
     changed = set()

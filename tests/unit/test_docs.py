@@ -93,7 +93,7 @@ def test_the_index_lists_every_page() -> None:
 
 
 def run_code(page: str, **scope: Any) -> dict[str, Any]:
-    """The names after the one block of Python of a page."""
+    """Run the only Python block of a page, and return its names."""
     (code,) = re.findall(
         r"^```python\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.M
     )
@@ -171,7 +171,7 @@ def test_debugging_records_replays_and_compares(
 
 
 class FusedAttention(nn.Module):
-    """nanoGPT's, with two heads."""
+    """Attention like nanoGPT's, with two heads."""
 
     head_dim = 8
 
@@ -230,7 +230,7 @@ def test_the_table_of_recipes() -> None:
 
 
 def cast_in_words(scheme: Scheme | None) -> str:
-    """The scheme of an operand in a GEMM as the table of recipes has it."""
+    """The words of the table of recipes for an operand's scheme in a GEMM."""
     if scheme is None:
         return "high precision"
     covers = scheme.covers.removeprefix("block of ").partition(" (")[0]

@@ -73,14 +73,14 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str) -> str:
-    """The part about the model."""
+    """The part of the report about the model."""
     text = report(capsys, "--model", f"{__name__}:{function}", *arguments)
     return text[text.index("\nmodel ") + 1 :]
 
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Stands for a machine with an A100 and an H100, and torch's build for CUDA."""
+    """Simulate a machine with an A100 and an H100, and torch's build for CUDA."""
     devices = [
         SimpleNamespace(name="A100", major=8, minor=0),
         SimpleNamespace(name="H100", major=9, minor=0),
@@ -190,7 +190,7 @@ def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture
 def test_alignment_is_that_of_the_layers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    """What is listed is what a layer refuses on some rank, in one of the two divisions."""
+    """The report lists the layers that a rank refuses, if rows or if columns are divided."""
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
 
     def refused(weight: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ def converted(config: Float8LinearConfig = BLOCKWISE, **sizes: Any) -> Net:
 
 
 def dequantized(weight: torch.Tensor, scale_inv: torch.Tensor, block: int) -> torch.Tensor:
-    """By the layout's definition, an element's scale is that of its block."""
+    """Dequantize by the layout's definition: an element's scale is that of its block."""
     wide = scale_inv.repeat_interleave(block, 0).repeat_interleave(block, 1)
     return weight.to(torch.float32) * wide[: weight.shape[0], : weight.shape[1]]
 
@@ -71,7 +71,7 @@ def test_everything_else_is_as_in_the_state_dict() -> None:
     assert {"0.weight", "1.layers.0.w3.bias", "2.running_mean", "2.num_batches_tracked"} <= others
     assert all(same_bits(state[name], plain[name]) for name in others)
     assert state["2.weight"].dtype is torch.bfloat16
-    # Beside each other, as in the files of other exporters.
+    # A weight and its scales are adjacent, as in the files of other exporters.
     names = list(state)
     assert names[names.index("1.layers.0.w1.weight") + 1] == "1.layers.0.w1.weight_scale_inv"
 
@@ -121,7 +121,7 @@ def test_a_layer_alone_and_options_on_one_device() -> None:
 
 
 def in_mxfp4(recipe: str, *sizes: int) -> nn.Sequential:
-    """Linear layers of these sizes, the first of which is zero in places, and the last one odd."""
+    """Linear layers of these sizes; the first one has a block of zeros, and tiny values."""
     config = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")
     net = nn.Sequential(*map(nn.Linear, sizes[:-1], sizes[1:]))
     net[0].weight.data[:128, :128] = 0

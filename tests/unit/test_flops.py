@@ -1,4 +1,4 @@
-"""torch's FlopCounterMode counts the GEMMs of float8 layers and experts as those of others."""
+"""torch's FlopCounterMode counts the GEMMs of float8 layers and experts like other GEMMs."""
 
 from collections.abc import Callable
 from functools import partial

@@ -167,7 +167,7 @@ def with_functional_call(net: nn.Module) -> Callable[[torch.Tensor], torch.Tenso
 
 
 def updated(net: nn.Module) -> nn.Module:
-    """Without effect on stored weights."""
+    """Call what must have no effect on stored weights."""
     precompute_float8_dynamic_scale(net)
     update_float8_scales(net)
     invalidate_float8_scales(net)
@@ -260,7 +260,7 @@ def test_entries_of_a_state_dict() -> None:
     }
     assert state["0.weight"].data_ptr() == net[0].weight.data_ptr()  # not a copy
     assert net.state_dict(keep_vars=True)["0.weight"] is net[0].weight
-    # The layer's own, as PEFT makes adapters and as gradients are.
+    # The dtype is the layer's, as of PEFT's adapters and of gradients.
     assert net[0].weight.dtype is bf16
     assert not net[0].weight.requires_grad
     assert [name for name, _ in net.named_parameters()] == list(state)
@@ -314,7 +314,7 @@ WRITES = (
 )
 
 
-# Two of the ways to write for each config, and so each way for one whose data is packed.
+# Two ways to write for each config, so that each way runs on a config with packed data.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("name", "write"),

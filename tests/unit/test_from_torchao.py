@@ -61,7 +61,7 @@ def found(path: str, modules: tuple[str, ...]) -> Any:
 
 
 def check(entry: str, modules: tuple[str, ...]) -> None:
-    """That the object of an entry exists, and has the parameters that the entry names."""
+    """Check that the object of an entry exists, and has the parameters that the entry names."""
     path, parameters = parsed(entry)
     value = found(path, modules)
     if parameters:
@@ -70,7 +70,7 @@ def check(entry: str, modules: tuple[str, ...]) -> None:
 
 
 def default(value: Any, parameter: str) -> str:
-    """Comparable between the libraries."""
+    """The kind and default of a parameter, comparable between the libraries."""
     found = inspect.signature(value).parameters[parameter]
     kind = f"{found.kind.name} {type(found.default).__name__}"
     return kind if dataclasses.is_dataclass(found.default) else f"{kind} {found.default!r}"

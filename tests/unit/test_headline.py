@@ -135,7 +135,7 @@ def test_the_page_and_the_command_begin_with_it(
 
 
 def test_metrics_saw_it_first(recording: Path, tmp_path: Path) -> None:
-    """Which rank and layer had it in step 9 is not known, and nothing says that it is."""
+    """The headline names no rank and layer for step 9, because no file knows them."""
     write_metrics(tmp_path, loss=11, grad_norm=9)
     assert shown(tmp_path) == (
         "step 9",
@@ -176,7 +176,7 @@ def test_statistics_saw_it_first(recording: Path, tmp_path: Path) -> None:
 
 
 def test_metrics_that_recover_are_unusual(tmp_path: Path) -> None:
-    """As those of a step that a scaler skips: what stays NaN leads."""
+    """Metrics recover after a step that a scaler skips; a metric that stays NaN leads."""
     rows = [{"step": s, "grad_norm": "Infinity" if s == 2 else 1.0, "loss": 1.0} for s in range(12)]
     lines(tmp_path / "metrics.jsonl", rows)
     assert shown(tmp_path)[0] == "step 2"
@@ -203,7 +203,7 @@ def test_what_is_unusual_leads_where_nothing_is_wrong(tmp_path: Path) -> None:
 def test_recordings_without_a_replay(
     recording: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A large one, and one of which a rank's file is damaged: their statistics remain."""
+    """One is too large, and one has a damaged file; their statistics are still used."""
     write_stats(tmp_path, every=2, first_bad=10)
     folder = add(tmp_path, recording)
     for damage in (False, True):

@@ -35,7 +35,7 @@ except ModuleNotFoundError as error:
 
 
 def output(program: str, *arguments: str) -> list[str]:
-    """The lines that a program prints in a process of its own."""
+    """Run a program in a separate process, and return the lines that it prints."""
     command = [sys.executable, "-c", program, *arguments]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
@@ -85,12 +85,12 @@ fp8_dist.skip_head""",
 
 @pytest.mark.parametrize("first", FIRST)
 def test_the_whole_library_is_imported_with_torch_but_no_compiler(first: str) -> None:
-    """Operators, hooks and kinds are registered, whatever is imported first.
+    """Operators, hooks and adapters of experts are registered, whatever is imported first.
 
     Importing dynamo takes as long as importing the rest of torch.
     """
     compilers = ["torch._dynamo", "torch._inductor"]
-    if torch.version.cuda is None and torch.version.hip is None:  # else it has kernels in Triton
+    if torch.version.cuda is None and torch.version.hip is None:  # else the library imports it
         compilers.append("triton")
     imported, counted, hooks = output(WHOLE.format(FIRST[first]), *compilers)
     assert imported == ""

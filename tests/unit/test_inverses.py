@@ -86,7 +86,7 @@ class Model(nn.Module):
 
 
 class Same:
-    """Equals what refers to the same object."""
+    """A value that is only equal to a Same of the same object."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -99,7 +99,7 @@ class Same:
 
 
 def frozen_form(value: object) -> object:
-    """What must be equal before and after, held so that later changes don't reach it."""
+    """A comparable copy of a value, which later changes of the value don't reach."""
     if isinstance(value, dict):
         return Same(value), {key: Same(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def frozen_form(value: object) -> object:
 
 
 def snapshot(model: nn.Module, parameters: str = "same") -> dict[str, object]:
-    """All attributes of modules and parameters; ``parameters="new"``: but the objects' identity."""
+    """All attributes of modules and parameters; ``parameters="new"`` ignores their identity."""
     found: dict[str, object] = {}
     for name, part in model.named_modules(remove_duplicate=False):
         found[f"class of {name}"] = type(part)

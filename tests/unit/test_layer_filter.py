@@ -56,7 +56,7 @@ def test_heads_by_their_names(head: str, with_model: bool) -> None:
 
 
 class CausalLM(nn.Module):
-    """Stands for transformers' PreTrainedModel, whose ``get_output_embeddings`` names the head."""
+    """A model like transformers' PreTrainedModel: ``get_output_embeddings`` returns the head."""
 
     def __init__(self, head: str) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ H, E = 64, 16
 
 
 def many(number: int = E) -> nn.ModuleList:
-    """MLPs with a gate, as experts are."""
+    """MLPs with a gate, like experts."""
     expert_layers = {"gate": nn.Linear(H, 32), "down": nn.Linear(32, H)}
     return nn.ModuleList([nn.ModuleDict(expert_layers) for _ in range(number)])
 
@@ -160,7 +160,7 @@ def mlp(last: int = E) -> nn.Sequential:
     return nn.Sequential(linear(H), nn.ReLU(), linear(last))
 
 
-# Modules beside each other, and the layers that are routers.
+# Sibling modules, and the names of the layers that are routers.
 MIXTURES: dict[str, tuple[dict[str, nn.Module], set[str]]] = {
     "gate": ({"gate": linear(), "experts": many()}, {"gate"}),
     "experts of other ranks": ({"gate": linear(2 * E), "experts": many(4)}, {"gate"}),

@@ -77,13 +77,13 @@ def test_a_sub_package_is_linked_and_has_no_second_name(folder: str) -> None:
     assert link.is_symlink()
     assert os.readlink(link) == f"../{folder}"
     assert PACKAGE_DIRS[f"fp8_dist.{folder}"] == folder
-    # -S and an own process: nothing else that is installed, and nothing imported before.
+    # A new process with -S finds no other installed packages, and has imported nothing.
     done = run("-S", "-c", f"import {folder}", cwd=ROOT)
     assert done.returncode == 1
     assert f"ImportError: {SUB_PACKAGES[folder]} (from the root of a checkout" in done.stderr
 
 
-# Modules that nothing else in the library imports without asking, and what they need besides torch.
+# Modules that the library imports only on demand, and what they need besides torch.
 OPTIONAL = {
     "fp8_dist.report.figures": {"matplotlib", "numpy"},
     "fp8_dist.report.page": {"jinja2"},
@@ -106,7 +106,7 @@ def test_imports() -> None:
 
 
 def test_modules_that_strings_name_are_not_above() -> None:
-    """As the import contract, which does not see imports by name."""
+    """Extend the import contract, which does not see imports by name."""
     contract = PROJECT["tool"]["importlinter"]["contracts"][0]
     layers = [re.split(r" \| ", layer) for layer in contract["layers"]]
     height = {f"fp8_dist.{room}": -i for i, rooms in enumerate(layers) for room in rooms}

@@ -60,7 +60,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_run(folder: Path, layers: list[str] = LAYERS, **config: Any) -> Path:
-    """The folder of a run that never was, with two faults planted."""
+    """The folder of an invented run, with two planted faults."""
     folder.mkdir(exist_ok=True)
     units = {"loss": "nats per token"}
     config = {"recipe": "tensorwise", "steps": 20, "units": units} | config
@@ -101,7 +101,7 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
         '<td class="short">input (for output)</td>',
         "<td>61 % of the values become zero</td>",
         "<th>logged steps</th>",
-        # The first that is not finite leads, in the order of casts. What is unusual lies behind it.
+        # The first cast that is not finite leads, in the order of casts; unusual ones are folded.
         f"<strong>step 16, rank unknown, {BROKEN}:</strong> grad_output (for grad_input): 0.01 % ",
         "grad_norm is not finite in 2 steps, first in 18. 1 anomaly, the first in "
         f"step 10: {SPIKE}, input (for output): 61 % of the values become zero.</details>",
@@ -233,7 +233,7 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
         "loss": 0.5,
         "tokens": 7,
     }
-    # The run goes on: the statistics count on, too.
+    # The run is resumed, and the statistics go on counting steps.
     stats = float8_stats(model, every=2, limits=AnomalyLimits(sqnr=20.0, jump=None))
     writer = RunWriter(tmp_path / "run", stats, first=3)
     writer.log(2, eval_loss=0.5)

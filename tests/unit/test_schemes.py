@@ -67,7 +67,7 @@ def layout(
 
 @pytest.mark.parametrize("scheme", ALL, ids=lambda scheme: scheme.covers)
 def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
-    """By statistics that are reduced as a message; parts cut blocks along both dims."""
+    """Reduce the statistics of all parts in one message; parts cut blocks along both dims."""
     x = torch.randn(6, 10) * torch.logspace(-2, 2, 60).view(6, 10)
     known, scales, (qdata,) = scheme.cast(x, None, (0, 0), [False])
     places, parts = [], []
@@ -113,7 +113,7 @@ def test_what_fsdp_gathers_beside_the_data() -> None:
         layout((9, 8), Shard(0)),
         layout((8, 8), Shard(1)),
     )
-    # Levels of which shards have different scales; whether the gather carries them.
+    # The levels whose scales differ between shards; whether the gather carries the scales.
     found = {
         scheme.covers: [
             (scheme.moving_levels(each, None), scheme.scales_fit_gather(each, None))
@@ -289,7 +289,7 @@ def test_rows_and_their_parts_have_one_scheme() -> None:
 
 
 def test_dequantizing_while_another_thread_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch says that it compiles in all threads then; the operator must not call itself."""
+    """torch then reports compiling in all threads, and the operator must not call itself."""
     x = cast_to_float8(torch.randn(4, 32), CastConfig())
     expected = x.dequantize()
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)

@@ -11,7 +11,7 @@ FILES = {
     for path in sorted((ROOT / folder).rglob("*.py"))
     if not any(parent.is_symlink() for parent in path.parents)
 }
-# What SECURITY.md names: a program reads what it has just made itself.
+# The exception in SECURITY.md: a program unpickles what it has just made itself.
 KNOWN = {("scripts/common/ranks.py", "pickle.loads")}
 UNPICKLING = ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 FORBIDDEN = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
@@ -19,7 +19,7 @@ FORBIDDEN |= {"torch.hub.load", "runpy.run_path", "builtins.eval", "builtins.exe
 
 
 def dangerous_calls(tree: ast.AST) -> Iterator[str]:
-    """The calls that run, or may run, what they are given; by the names that they are imported as."""
+    """Calls that may run what they are given, by the full names of what they call."""
     names = imported_names(tree)
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -41,7 +41,7 @@ def dangerous_calls(tree: ast.AST) -> Iterator[str]:
 
 
 def imported_names(tree: ast.AST) -> dict[str, str]:
-    """What each imported name of a module stands for."""
+    """The full name of each imported name of a module."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

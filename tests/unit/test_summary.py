@@ -17,7 +17,7 @@ from fp8_dist import (
 
 
 class Experts(nn.Module):
-    """Stands for transformers 5's MixtralExperts: the weights of all experts in 3-D parameters."""
+    """Experts like transformers 5's MixtralExperts: all their weights in 3-D parameters."""
 
     def __init__(self, experts: int, dim: int, hidden: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Stands for its MixtralTopKRouter."""
+    """A router like transformers 5's MixtralTopKRouter."""
 
     def __init__(self, experts: int, dim: int, top_k: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a release of torch that has renamed private names leads to."""
+"""What happens if a release of torch has renamed private names."""
 
 import importlib.util
 from types import ModuleType
@@ -25,7 +25,7 @@ def imported_again() -> ModuleType:
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an import replaces in torch is as it was after a test."""
+    """Restore after each test what an import replaces in torch."""
     if "_stable_hash_for_caching" in vars(DTensor):
         monkeypatch.setattr(
             DTensor, "_stable_hash_for_caching", vars(DTensor)["_stable_hash_for_caching"]

@@ -1,4 +1,4 @@
-"""What is torchao's, given to the library, is refused by name, with the way over."""
+"""The library refuses objects of torchao by name, and says what to pass instead."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,11 +1,11 @@
 """A command that replays a recording: ``python -m fp8_dist.debug.replay FOLDER``.
 
-FOLDER is what ``fp8_dist.debug.record`` was given, one of the recordings in it, or the folder of a
-run, as for ``python -m fp8_dist.report``. The command joins the parts of all ranks, casts each
-operand again on one CPU, and compares, bit for bit, with what each rank had: the copies that it
-cast, and the operands that arrived for each GEMM. It multiplies those again, and compares the
-results. Then it prints the first thing that is wrong, with its element and rank. The exit status is
-0 if nothing is wrong or unusual, 1 if something is, and 2 if the folder can't be replayed.
+FOLDER is the folder that was passed to ``fp8_dist.debug.record``, one of the recordings in it, or
+the folder of a run, as for ``python -m fp8_dist.report``. The command joins the parts of all ranks,
+and casts each operand again on one CPU. The float8 copies of each rank, and the operands that
+arrived for each GEMM, must have the same bits. It also repeats the GEMMs, and compares the results.
+Then it prints the first error, with its element and rank. The exit status is 0 if nothing is wrong
+or unusual, 1 if something is, and 2 if the folder can't be replayed.
 """
 
 import argparse

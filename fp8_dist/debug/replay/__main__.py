@@ -1,4 +1,4 @@
-"""Runs the command ``python -m fp8_dist.debug.replay``."""
+"""Run the command ``python -m fp8_dist.debug.replay``."""
 
 from fp8_dist.debug.replay import main
 

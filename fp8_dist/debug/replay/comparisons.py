@@ -1,7 +1,7 @@
 """Comparisons of the records of a step with each other, and with casts and GEMMs of one device.
 
-A :class:`Cast` joins the parts of all ranks and casts them again. A comparison returns where a
-record is wrong, and a text.
+A :class:`Cast` joins the parts of all ranks and casts them again. A comparison returns the place of
+an error in a record, and a text.
 """
 
 import math
@@ -32,7 +32,7 @@ class Cast(NamedTuple):
     Attributes:
         parts: the records of the ranks.
         high: the tensor before the cast, times the scales that are folded into it.
-        low: the cast of one device.
+        low: the result when one device casts ``high``.
     """
 
     parts: list[Record]
@@ -54,7 +54,7 @@ class Cast(NamedTuple):
         return tuple(map(int, index)), (int(ranks[index]),)
 
     def octaves(self) -> dict[int, list[int]]:
-        """Count magnitudes, in units of their scales, by octave: kept, made zero, saturated."""
+        """Count, by octave in units of the scale, magnitudes that are kept, zeroed, saturated."""
         wide = self.low.scheme.element_scales(self.low.scales, self.high.shape)
         units = (self.high.double() / wide).abs()
         is_zero = as_bytes(self.low.qdata) & 0x7F == 0
@@ -108,13 +108,13 @@ def _alike(
 
 
 def _odd_ranks(groups: Sequence[Sequence[Record]]) -> tuple[int, ...]:
-    """Return the ranks outside of the largest group; all ranks if no group is the largest."""
+    """Return the ranks outside of the largest group; all ranks if two groups are the largest."""
     first = 1 if len(groups[0]) > len(groups[1]) else 0
     return tuple(sorted(part["rank"] for group in groups[first:] for part in group))
 
 
 def _values_by_rank(groups: Sequence[Sequence[Record]], values: Sequence[Tensor]) -> str:
-    """Name the ranks of each value."""
+    """Describe which ranks have which value."""
     texts = []
     for group, value in zip(groups, values, strict=True):
         verb = "has" if len(group) == 1 else "have"
@@ -195,14 +195,14 @@ def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterato
             if fits and part["rank"] in cast.parts[0]["low"]["ranks"]:
                 scales = taken(scales, pieces)
                 wrong.append((scales != folds) & ~(scales.isnan() & folds.isnan()))
-        bad = min(wrong, key=lambda mask: int(mask.sum()), default=None)  # of micro-batches
+        bad = min(wrong, key=lambda mask: int(mask.sum()), default=None)  # the nearest micro-batch
         if bad is not None and bad.any() and part["high"].numel():
             text = f"its folded scales are not those of the {part['folded']}"
             yield text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
 
 
 def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
-    """Cast an operand again; None if parts are missing, or not finite with DELAYED scaling.
+    """Cast an operand again; None if parts are missing, or if a DELAYED one is not finite.
 
     Args:
         records: the records of all ranks.
@@ -220,10 +220,10 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
         scales = (scale.reshape(scheme.scale_shapes(high.shape)[0]),)
         return Cast(records, high * folds, Quantized(qdata.reshape(high.shape), scales, scheme))
     if first["delayed"] and not high.isfinite().all():
-        return None  # ranks with a finite amax have another scale
+        return None  # the scale is NaN only on ranks with such values
     if not first["delayed"]:
         return Cast(records, high, cast_local(high, scheme))
-    # The scale of most ranks is the rounded reciprocal of one of three multipliers.
+    # A scale is the rounded reciprocal of a multiplier. Three multipliers may give this scale.
     scale = torch.stack([part["low"]["scales"][0] for part in records]).nanmedian()
     recorded = _joined(parts, [as_bytes(part["low"]["qdata"]) for part in parts])
     base, limit = scale.reciprocal(), torch.finfo(scheme.dtype).max
@@ -234,7 +234,7 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
 
 
 def compare_taken(record: Record, low: Record, cast: Quantized) -> Difference:
-    """Compare an operand of a GEMM with the form of a cast that the GEMM takes."""
+    """Compare an operand of a GEMM with its cast, in the form that the GEMM takes."""
     is_transposed = record["groups"] is not None and record["options"][3]
     if is_transposed:
         cast = transposed(cast, scheme_named(low["scheme"]))
@@ -254,9 +254,9 @@ def _bytes_and_scales(low: Quantized) -> tuple[Tensor, Tensor]:
 
 
 def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:
-    """Return where a local copy differs from its part of a cast, and the first two values."""
+    """Return where a local copy differs from its part of a cast, and both values in a text."""
     local = as_quantized(low)
-    # A transposed copy may have more rows than the cast, of zeros.
+    # A transposed copy may be padded with rows of zeros.
     dims = zip(low["pieces"], cast.qdata.shape, strict=True)
     pieces = [tuple((a, min(b, n)) for a, b in part) for part, n in dims]
     expected, expected_scales = (taken(tensor, pieces) for tensor in _bytes_and_scales(cast))
@@ -278,7 +278,7 @@ def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:
 def sent_rows(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the rows that were sent to a grouped GEMM: bytes, and (rank, row, expert) of each row.
 
-    There is one pair for each micro-batch, unless a rank's cast of it is missing.
+    Yield one pair for each micro-batch, except those that lack the cast of a rank.
     """
     rank, experts = record["rank"], len(record["groups"])
     calls: dict[int, dict[int, Record]] = defaultdict(dict)
@@ -337,7 +337,7 @@ def _bytes_of_rows(low: Record) -> Tensor:
 
 
 def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
-    """Multiply again, or multiply magnitudes; None if parts of other ranks are needed."""
+    """Repeat a GEMM, or multiply magnitudes; None if this needs parts of other ranks."""
     gemm, dtype, sizes = record["gemm"], record["result"].dtype, record["groups"]
     left, right = as_quantized(record["left"]), as_quantized(record["right"])
     if magnitudes:
@@ -368,7 +368,7 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
 
 
 def first_element(bad: Tensor, low: Record) -> Element:
-    """Return the global index of the first element of a part that is marked."""
+    """Return the global index of the first marked element of a part."""
     shape = low["shape"]
     numbers = taken(torch.arange(math.prod(shape)).view(shape), low["pieces"])
     return tuple(map(int, torch.unravel_index(numbers[: len(bad)][bad][0], shape)))

@@ -25,12 +25,12 @@ class Finding(NamedTuple):
     """Something that is wrong, or unusual.
 
     Attributes:
-        is_wrong: whether values are not finite, or not those that they should be.
-        step, position: when, in the order of the casts and GEMMs.
+        is_wrong: whether values are non-finite or incorrect. Otherwise they are only unusual.
+        step, position: the step, and the position among its casts and GEMMs.
         fqn, operand, gemms: the layer, the operand (or ``"result"``), and the GEMMs that take it.
-        text: what is wrong.
-        element: the global index of the first wrong element (of a result, and of rows of experts,
-            the index in the rank's part); None if tensors were not recorded.
+        text: a description.
+        element: the global index of the first wrong element; for a result, and for rows of experts,
+            the index in the rank's part. None if tensors were not recorded.
         ranks: the rank that has the element. If copies differ, the ranks outside of the largest
             group of equal copies, or all of them if no group is the largest.
         cast: the cast of the operand; None if parts of it were not recorded.
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
 
     @property
     def rank(self) -> int | None:
-        """The rank that has the element; None if it may be one of several."""
+        """The rank that has the element; None unless it is known to be a single one."""
         return self.ranks[0] if len(self.ranks) == 1 else None
 
 
@@ -57,14 +57,14 @@ class Replay:
     """A replay of a recording.
 
     Attributes:
-        files: what the ranks wrote, without records.
-        findings: what is wrong or unusual, in the order of the casts and GEMMs. What is unusual in
-            steps before the first wrong one, or before the recorded one, comes last.
-        checked: how many casts, operands and GEMMs were compared, by what came out.
+        files: the dictionaries that the ranks wrote, without records.
+        findings: the findings in the order of the casts and GEMMs. Those in steps before the first
+            wrong one (before the recorded step, if nothing is wrong) come last.
+        checked: the number of casts, operands and GEMMs that were compared, by outcome.
         casts: the casts that could be repeated.
 
     Args:
-        folder: a recording.
+        folder: the folder of a recording.
 
     Raises:
         OSError: a file can't be read.
@@ -75,7 +75,7 @@ class Replay:
         self.files, self.checked = _load(folder), Counter[str]()
         threads = torch.get_num_threads()
         try:
-            # The bits of a GEMM may depend on it.
+            # The bits of a GEMM may depend on the number of threads.
             torch.set_num_threads(min(self.files[0]["threads"], os.cpu_count() or 1))
             findings = self._find([r for file in self.files for r in file.pop("records")])
         except Exception as error:  # tensors that do not fit together may raise anything
@@ -137,7 +137,7 @@ class Replay:
             else:
                 sent = comparisons.sent_rows(record, casts)
                 differences = [comparisons.compare_rows(record, low, *rows) for rows in sent]
-            # The nearest of the micro-batches.
+            # Choose the micro-batch with the fewest differences.
             count, element, text = min(differences, key=itemgetter(0), default=(None, (), ""))
             if count is None:
                 self.checked["operands lack a cast to compare with"] += 1
@@ -169,7 +169,7 @@ class Replay:
 
     def _check_statistics(self) -> Iterator[Finding]:
         anomalies = FirstAnomalies(self._limits)
-        # Ranks have the same rows, except for those of pipeline stages.
+        # Ranks have the same rows, unless they belong to different pipeline stages.
         all_rows = [row for file in self.files for row in file["rows"]]
         rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): CastStats(**r) for r in all_rows}
         for row in sorted(rows.values(), key=attrgetter("step", "position")):
@@ -180,7 +180,7 @@ class Replay:
                 place = row.step, row.position, row.fqn, row.operand, row.gemms
                 if not casts:
                     yield Finding(is_wrong, *place, text_of(anomaly))
-                elif not is_wrong:  # otherwise it is a finding of the cast, too
+                elif not is_wrong:  # otherwise _check_cast has reported it
                     cast = max(casts, key=lambda cast: cast.stats().amax)
                     yield Finding(is_wrong, *place, text_of(anomaly), *cast.largest(), cast)
 

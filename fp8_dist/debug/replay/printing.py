@@ -14,7 +14,7 @@ _FURTHER = 9  # findings after the first one that are printed
 
 
 def page(replay: Replay) -> str:
-    """Return what a replay found, as text."""
+    """Return the findings of a replay as text."""
     file, ranks = replay.files[0], {file["rank"] for file in replay.files}
     lines = [f"step {file['step']} of {file['world']} ranks, recorded because: {file['reason']}"]
     if missing := sorted({*range(file["world"])} - ranks):

@@ -1,6 +1,6 @@
 """Integration with torchtitan 0.3: its models in float8, with float8 communication.
 
-This package needs the package ``torchtitan``.
+It needs the package ``torchtitan``.
 """
 
 from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter

@@ -1,9 +1,9 @@
 """torchtitan's experts in float8: their grouped GEMMs, and messages of tokens as float8 rows.
 
-torchtitan's routed experts call a dispatcher, the experts and the dispatcher again, with rows in
-high precision in between. Here tokens are multiplied by the first weights as they arrive, so the
-routed experts call the dispatch of :mod:`fp8_dist.moe` instead, and take the mesh from torchtitan's
-dispatcher alone.
+torchtitan's routed experts call a dispatcher, then the experts, then the dispatcher again, and pass
+rows in high precision between them. Here the float8 rows that arrive are multiplied directly, so
+the experts call the dispatch of :mod:`fp8_dist.moe` themselves. torchtitan's dispatcher only
+provides the mesh.
 """
 
 from dataclasses import dataclass, field, fields
@@ -27,7 +27,7 @@ _DISPATCHERS = (AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config)
 
 
 class TitanFloat8GroupedExperts(GroupedExperts):
-    """Grouped experts with float8 weights, which take tokens before the dispatch."""
+    """Grouped experts in float8, whose forward takes tokens before the dispatch."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -40,7 +40,7 @@ class TitanFloat8GroupedExperts(GroupedExperts):
 
     @torch.compiler.disable(reason="fp8_dist: the host reads how many rows an expert has")
     def forward(self, x: Tensor, expert_ids: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Compute the outputs ``[T, K, D]`` of the experts ``[T, K]`` of each token, ``x [T, D]``.
+        """Compute the outputs ``[T, K, D]`` of ``expert_ids``, ``[T, K]``, for ``x``, ``[T, D]``.
 
         ``group``: the ranks of expert parallelism.
 
@@ -92,7 +92,7 @@ class TitanFloat8RoutedExperts(RoutedExperts):
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass, for a config of a subclass."""
+    """Return the fields of a config, by name, as arguments for a config of a subclass."""
     return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
@@ -116,8 +116,8 @@ class Float8ExpertsConverter(QuantizationConverter):
 
         Raises:
             ValueError: the recipe is unknown, or there are no experts to convert.
-            NotImplementedError: experts, or their dispatcher, are not those of torchtitan that are
-                known here.
+            NotImplementedError: the experts or their dispatcher are not of a class of torchtitan
+                that this converter knows.
         """
         float8 = Float8ExpertsConfig(self.config.recipe_name, self.config.combine)  # type: ignore[arg-type]
         has_converted = False

@@ -2,9 +2,9 @@
 
 In tensor parallelism, gathers move from torchtitan's modules into the float8 layers. torchtitan
 declares for each module how inputs and outputs are redistributed. An attention module gathers its
-input in high precision. The output of ``wo`` is reduce-scattered outside of the layer, so the
-gradient of the output is gathered outside of the layer, too. Here the input is cast before it is
-gathered (``share_input``), and the layer redistributes its own output and output gradient.
+input in high precision. The output of ``wo`` is reduce-scattered outside of the layer, and so its
+gradient is gathered outside of the layer. With this module, the input is cast before it is gathered
+(``share_input``), and the layer redistributes its own output and output gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,17 +104,17 @@ def with_float8(
     gradient_transport: Transport | None = None,
     reduce_transport: Encoding = None,
 ) -> Any:
-    """Let the model of a torchtitan ``Trainer.Config`` train in float8.
+    """Make the model of a torchtitan ``Trainer.Config`` train in float8.
 
     Args:
         config: a config from a function in a ``config_registry``. Its ``model_spec`` is replaced.
         recipe_name: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
         filter_fqns: layers whose name contains one of these strings stay unconverted.
-        experts_recipe: the name of a recipe of ``fp8_dist.moe.Float8ExpertsConfig``, with which
-            routed experts are converted too. Default: they stay in high precision.
+        experts_recipe: the name of a recipe of ``fp8_dist.moe.Float8ExpertsConfig``, by which to
+            convert routed experts, too. Default: they stay in high precision.
         gradient_transport: the transport of FSDP2's gradients, as in ``set_gradient_transport``.
         reduce_transport: the transport of sums over tensor-parallel ranks, as in ``llama_tp_plan``.
-            With either transport, the result depends on the number of ranks.
+            With either transport, results depend on the number of ranks.
 
     Returns:
         ``config``. FSDP2 gathers weights in float8 where the recipe allows it, and tensor
@@ -125,9 +125,9 @@ def with_float8(
         ValueError: the recipe or ``reduce_transport`` is unknown, or there is no layer to convert.
             When the model is parallelized: some of the layers that share one input are converted
             and some are not, or a given transport applies to nothing.
-        NotImplementedError: when the model is parallelized: tensor parallelism has the back end
-            ``full_dtensor``, or a module gathers several inputs, or none, for its converted layers;
-            with ``spmd_types``, a converted layer is not sharded, or is row-parallel with a bias.
+        NotImplementedError: when the model is parallelized: ``spmd_backend`` is ``full_dtensor``; a
+            module gathers several inputs, or none, for its converted layers; or, with
+            ``spmd_types``, a converted layer is not sharded, or is row-parallel with a bias.
     """
     check_transport(reduce_transport, "with_float8")
     spec, filters = config.model_spec, list(filter_fqns)

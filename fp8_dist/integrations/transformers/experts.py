@@ -1,6 +1,6 @@
 """transformers' experts in float8: the implementation ``"fp8_dist"`` of its interfaces.
 
-Converted experts have it as their experts implementation. As the EP implementation of a
+It is the ``experts_implementation`` of converted experts. As the ``ep_implementation`` of a
 ``DistributedConfig``, it sends the rows of converted experts in float8.
 """
 
@@ -36,10 +36,10 @@ def experts_forward(
     """The forward of converted experts, as transformers' experts interface calls it.
 
     ``hidden_states`` and the result are ``[T, H]``, the other tensors ``[T, top_k]``.
-    ``division``: by default that of the experts themselves.
+    ``division``: the division of the experts between ranks; by default, ``division_of`` finds it.
 
-    Collectives: if ranks have some of the experts, those of ``route``, ``dispatch_linear`` and
-    ``linear_combine``. If they have parts of each expert, those of ``Float8ExpertTensorParallel``.
+    Collectives: if ranks hold different experts, those of ``route``, ``dispatch_linear`` and
+    ``linear_combine``. If they hold parts of each expert, those of ``Float8ExpertTensorParallel``.
 
     Raises:
         ValueError: the experts are not converted.
@@ -69,7 +69,7 @@ def experts_forward(
 
 
 def _shared(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """A replicated tensor of whose gradient each rank computes a summand."""
+    """Return a replicated tensor, such that the backward sums its gradients over the ranks."""
     replicated = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
     return replicated.to_local(grad_placements=[Partial()])
 
@@ -98,12 +98,12 @@ class _TransformersExperts(moe.ExpertsAdapter):
         if module.is_transposed or module.has_bias or not module.is_concatenated:
             return {}
         first, last = self.weights(module)
-        # Each rank has parts of gate and of up.
+        # Each rank has a part of gate and a part of up.
         divided: Any = StridedShard(1, split_factor=2) if module.has_gate else Shard(1)
         return {first: divided, last: Shard(2)}
 
     def use(self, module: nn.Module) -> None:
-        # A config of its own, so that unconverted experts of the model keep their implementation.
+        # Copy the config, so that unconverted experts of the model keep their implementation.
         shared: Any = module.config
         config = copy.copy(shared)
         config._experts_implementation = IMPLEMENTATION
@@ -117,7 +117,7 @@ class _TransformersExperts(moe.ExpertsAdapter):
     def entries(self, model: nn.Module, name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not isinstance(model, PreTrainedModel):
             return {name: tensor}
-        # Clones, because views of one tensor can't be saved as safetensors.
+        # Clone them, because views of one tensor can't be saved as safetensors.
         return {n: t.clone() for n, t in revert_weight_conversion(model, {name: tensor}).items()}
 
 
@@ -138,7 +138,7 @@ def _warn_if_set(module: Any) -> None:
 
 
 def _check_whole(module: Any) -> None:
-    """Raise for plain tensors that are a rank's parts of experts, with scales of the parts."""
+    """Raise if plain weights hold only parts of experts, so that scales cover the parts alone."""
     for name, features in module.config.float8_features.items():
         if (shape := getattr(module, name).shape[1:]) != features:
             raise NotImplementedError(

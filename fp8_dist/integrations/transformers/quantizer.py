@@ -32,7 +32,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
     The weights stay in the dtype in which they are loaded. The model is converted on the meta
     device, before transformers distributes it (``distributed_config``) and loads its weights.
     ``save_pretrained`` writes the same files as for the unconverted model, and ``config.json``
-    contains nothing of this config.
+    does not mention this config.
 
     Args:
         recipe: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
@@ -41,8 +41,8 @@ class Fp8DistConfig(QuantizationConfigMixin):
             (``"model.layers.0"``) or consecutive parts of them (``"down_proj"``, ``"mlp"``,
             ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
-        experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, with
-            which experts are converted too. Default: experts stay in high precision.
+        experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, by which
+            to convert experts, too. Default: experts stay in high precision.
 
     Raises:
         TypeError: ``modules_to_not_convert`` is a string.
@@ -129,7 +129,7 @@ class Fp8DistQuantizer(HfQuantizer):
             )
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> Any:
-        """Remove all marks of quantization."""
+        """Remove what marks the model and its config as quantized."""
         self.remove_quantization_config(model)
         for module in model.modules():
             if isinstance(module, PreTrainedModel):

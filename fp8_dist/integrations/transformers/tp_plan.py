@@ -173,7 +173,7 @@ class Structure:
                 )
 
     def check_layers(self) -> list[str]:
-        """Return the norms in the layers. Other modules that are no blocks become problems."""
+        """Return the norms in the layers. Other modules outside of blocks are added to problems."""
         norms = []
         for layer in self.layers:
             if layer in self.blocks:
@@ -239,7 +239,7 @@ class Structure:
 
 
 def _gathers_outputs(block: dict[str, str]) -> bool:
-    """Whether the readers' outputs are gathered and each writer slices its own input."""
+    """Return whether the readers' outputs are gathered, and each writer slices its own input."""
     return not _GATHERED.isdisjoint(block.values())
 
 
@@ -287,7 +287,7 @@ def hf_tp_plan(
     Args:
         model: a ``PreTrainedModel`` that is not parallelized. Convert it before this call.
         sequence_parallel: shard the stream between blocks along the sequence, and run norms on the
-            shards. False: the stream is replicated.
+            shards. Otherwise, the stream is replicated.
         loss_parallel: return logits from the head for
             ``torch.distributed.tensor.parallel.loss_parallel``.
         reduce_transport: as in the float8 styles. It applies to all sums of converted layers over
@@ -358,7 +358,7 @@ def hf_tp_plan(
 def _block_styles(
     structure: Structure, block: str, stream: Placement, transport: Encoding
 ) -> dict[str, ParallelStyle]:
-    """Make the styles of a block, which reads and writes a stream, and of its layers."""
+    """Make the styles of a block and of its layers. ``stream``: the placement of the stream."""
     module: Any = structure.modules[block]
     styles = structure.blocks[block]
     # Llama 4 adds the output of routed experts to that of shared ones, in place.
@@ -392,6 +392,6 @@ def _block_styles(
                 layer, transport, input_layouts=inner_layout, output_layouts=stream
             )
         else:
-            # Dim 2 is taken as the dim of heads. In either order of dims, norms see full rows.
+            # Heads are assumed to be dim 2. If they are dim 1, norms still see full rows.
             plan[path] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return plan

@@ -70,11 +70,11 @@ class StreamNorm(SequenceParallel):
 
 
 class BlockInput(ModuleInput, CheckedStyle):
-    """``PrepareModuleInput`` for the first argument of a module, by position or by keyword.
+    """``PrepareModuleInput`` for a module's first argument, given by position or by keyword.
 
     Args:
-        parts: for each linear layer that reads the input, by its name in the module, the number of
-            parts (heads or features) in its output. No part may be split.
+        parts: maps the name of each linear layer that reads the input to the number of parts (heads
+            or features) in its output. Ranks must be able to share the parts evenly.
         may_change_output: whether the caller may change the output in place. Then the output of the
             module must be one tensor.
     """
@@ -109,9 +109,9 @@ class ReplicatedBlock(ParallelStyle):
     """The style of a block in a sequence-parallel stream that every rank computes in full.
 
     The first argument is gathered in high precision. Each rank keeps its part of the sequence from
-    the (first) output. All ranks compute the same gradients of the block's parameters, which are
-    not reduced. An output of another shape with the same number of elements, such as
-    ``[B * S, D]``, gets the shape of the input.
+    the (first) output. Gradients of the block's parameters are not reduced, because all ranks
+    compute the same ones. An output of another shape with the same number of elements, such as
+    ``[B * S, D]``, is viewed in the shape of the input.
 
     Collectives: an all-gather of the input; in the backward, an all-gather of the output's
     gradient.
@@ -138,14 +138,14 @@ def _split(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    """Return an alias, because autograd forbids in-place changes of the view from a style."""
+    """Return an alias, because autograd forbids in-place changes of a view that a style returns."""
     return torch.ops.aten._unsafe_view.default(output, output.shape)
 
 
 def _pass_first_argument_alone(
     module: nn.Module, change: Callable[[Any], Any] = lambda x: x
 ) -> None:
-    """Pass only the first argument of a module, changed, by position, and the others by keyword."""
+    """Apply ``change`` to the first argument; pass it by position, and the others by keyword."""
     names = list(inspect.signature(module.forward).parameters)
 
     def rearrange(module: nn.Module, args: Any, kwargs: Any) -> Any:

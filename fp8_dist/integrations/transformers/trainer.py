@@ -1,4 +1,4 @@
-"""A callback for transformers' Trainer, which converts the model and updates the scales."""
+"""A callback for transformers' Trainer that converts the model and updates the scales."""
 
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     micro-batches of a step, and before evaluation and saving. Amax histories of DELAYED operands
     are saved in ``trainer_state.json``, and ``resume_from_checkpoint`` restores them.
 
-    A warning is issued once if the Trainer is asked for FSDP where accelerate does not use it (on
-    CPUs).
+    A warning is issued once if FSDP is requested on CPUs, where accelerate does not use it.
 
     Args:
         config: the config of the layers. Default: the ``tensorwise`` recipe, whose weights FSDP2
@@ -39,8 +38,8 @@ class Float8Callback(TrainerCallback, ExportableState):
         module_filter_fn: a function ``(module, fqn) -> bool`` that returns whether to convert a
             layer. Default: :func:`fp8_dist.skip_head` of the model.
         run: a folder into which the run is written for ``python -m fp8_dist.report``
-            (:class:`fp8_dist.report.RunWriter`): what the Trainer logs, and statistics of the
-            casts of training. Default: nothing is written.
+            (:class:`fp8_dist.report.RunWriter`): the metrics that the Trainer logs, and statistics
+            of the casts in training. Default: nothing is written.
         stats_every: with ``run``, record the casts of steps whose numbers are multiples of this.
 
     Collectives: those of ``float8_stats`` in recorded steps, and of ``update_float8_scales`` (with
@@ -118,7 +117,7 @@ class Float8Callback(TrainerCallback, ExportableState):
                 "convert it. Pass the callback when the Trainer is made (callbacks=[...], not "
                 "add_callback), and convert in model_init if you use that"
             )
-        # Only for its checks. The scales are updated in the Trainer's event instead, because a
+        # Called for its checks alone. The Trainer's event updates the scales instead, because a
         # hook of the optimizer does not run for steps that a GradScaler skips.
         attach_update(optimizer, model).remove()
         self._model = model
@@ -129,7 +128,7 @@ class Float8Callback(TrainerCallback, ExportableState):
             )
         if histories := saved.get("attributes", {}).get("histories", {}):
             Float8State(model).load_state_dict(histories)
-        elif state.global_step == 0:  # a new training restores none, whatever was loaded
+        elif state.global_step == 0:  # new training ignores histories that were loaded
             for history in (h for layer in layers.values() for h in layer.histories.values()):
                 history.restored = False
         update_float8_scales(model)
@@ -144,7 +143,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **kw: Any
     ) -> None:
-        """Begin to record the casts of a step, of all its micro-batches."""
+        """Begin to record the casts of all micro-batches of a step."""
         if self._stats is not None:
             self._stats.at(state.global_step + 1).__enter__()
 
@@ -160,7 +159,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, *_: Any, logs: dict[str, Any], **kw: Any
     ) -> None:
-        """Write the metrics that the Trainer logs; not the summary of the whole training."""
+        """Write the metrics that the Trainer logs, except the summary at the end of training."""
         if self._writer is not None and "train_runtime" not in logs:
             numbers = {k: v for k, v in logs.items() if isinstance(v, int | float) and k != "epoch"}
             self._writer.log(state.global_step, **numbers)
@@ -172,7 +171,7 @@ class Float8Callback(TrainerCallback, ExportableState):
 
 
 def _check_back_end(args: TrainingArguments) -> None:
-    """Raise for unsupported back ends, which change parameters unnoticed; warn without FSDP."""
+    """Raise for back ends that change parameters unnoticed; warn if requested FSDP is not used."""
     state = AcceleratorState()
     fsdp = getattr(state, "fsdp_plugin", None)
     if args.fsdp and fsdp is None:

@@ -32,7 +32,7 @@ def _block_scaled_mm(
     out_dtype: torch.dtype,
     emulate: bool,
 ) -> Tensor:
-    """Run the device's GEMM with block scales, or the portable code if it has none for these."""
+    """Run the device's GEMM with block scales, or portable code if it can't take the operands."""
     obstacle = None if emulate else _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype)
     if obstacle is not None and device_has_float8_gemm(a.device):
         warn_once(
@@ -97,9 +97,9 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
-    """Add rows of any values, up to a multiple of ``ALIGNMENT``, without a copy if possible.
+    """Extend to a multiple of ``ALIGNMENT`` rows, of arbitrary values, without a copy if possible.
 
-    Casts leave memory for them (:func:`fp8_dist.kernels.cuda.triton.launch.empty_layouts`).
+    Casts leave memory for these (:func:`fp8_dist.kernels.cuda.triton.launch.empty_layouts`).
     """
     rows, columns = rounded_up(x.shape[0]), x.shape[1]
     if rows == x.shape[0]:
@@ -126,7 +126,7 @@ def _hopper_scaling(scales_a: Tensor, scales_b: Tensor, blocks_b: Sequence[int])
     else:
         scales_b = padded(scales_b, (0, 0, 0, -len(scales_b) % 4))
         recipe_b = ScalingType.BlockWise128x128
-    # The product's rows for scales that are not filled in are dropped.
+    # Scales of the added rows stay uninitialized; their rows of the product are dropped.
     scales_a = _column_major(scales_a, rounded_up(len(scales_a)))
     scales_b = _column_major(scales_b, len(scales_b))
     return scales_a, recipe, scales_b, recipe_b, SwizzleType.NO_SWIZZLE, SwizzleType.NO_SWIZZLE

@@ -27,7 +27,7 @@ TOKENS, TOP_K, EXPERTS, DIM = 24, 2, 4, 256
 
 
 def routed_experts(recipe: str | None) -> Any:
-    """A converted module of small experts, always with the same weights; ``None``: unconverted."""
+    """A module of small experts, always with the same weights; converted if there is a recipe."""
     spec = model_registry("debugmodel_moe")
     moe = spec.model.layers[0].moe
     moe.num_experts = moe.routed_experts.inner_experts.num_experts = EXPERTS
@@ -47,7 +47,7 @@ def routed_experts(recipe: str | None) -> Any:
 
 
 def step(module: Any, rank: int = 0, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """The output and the gradients for a rank's part of the tokens."""
+    """Run a step with a rank's part of the tokens; return the output and the gradients."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1, TOKENS, DIM, generator=generator)
     scores = torch.rand(1, TOKENS, TOP_K, generator=generator)
@@ -103,7 +103,7 @@ def test_training(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1
     counts, *rows = [row.split() for row in re.findall("all_to_all.*", table)]
     assert counts[2:] == ["int64", "2", "128", "1,024"]
-    # Two layers send 4 x 64 tokens to 8 experts each, in the forward and in the backward.
+    # In forward and in backward, two layers send 4 x 64 tokens to 8 experts each.
     assert rows[0][2:] == ["float8_e4m3fn", "4", "2,097,152", "2,097,152"]
     assert rows[1][2:] == ["float32", "+", "8,192", "32,768"]
     assert rows[2][2:4] == ["bfloat16", "4"]

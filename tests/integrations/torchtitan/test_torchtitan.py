@@ -25,9 +25,9 @@ from scripts.train import torchtitan_cpu
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs/torchtitan.md").read_text()
-# How the page trains on CPUs. scripts/test_torchtitan.sh has run the commands before it.
+# The page's command for training on CPUs. scripts/test_torchtitan.sh ran the commands before it.
 (COMMAND,) = re.findall(r"^(torchrun .* scripts\.train\.torchtitan_cpu (?:.*\\\n)*.*)", PAGE, re.M)
-# FSDP2 takes spmd_types' local tensors since then.
+# The first release whose FSDP2 supports the local tensors of spmd_types.
 HAS_SPMD_TYPES = torch.__version__ >= "2.15"
 BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
 
@@ -35,9 +35,9 @@ BACKENDS = ["partial_dtensor"] + ["spmd_types"] * HAS_SPMD_TYPES
 def train(
     folder: Path, config: str, ranks: int, tp: int, backend: str, *extra: str
 ) -> tuple[list[float], str]:
-    """The losses, by step; and the gathers and reduce-scatters of the last step.
+    """Train; return the losses by step, and the gathers and reduce-scatters of the last step.
 
-    ``extra``: more options.
+    ``extra``: more options of the command.
     """
     command = COMMAND
     for option, value in {
@@ -107,7 +107,7 @@ def test_fsdp(tmp_path: Path) -> None:
 
 
 def layers_of(config: Any) -> dict[str, Any]:
-    """The float8 layers of the model that a config makes."""
+    """The float8 layers of the model that a config builds."""
     config.model_spec.model.update_from_config(config=config)
     with torch.device("meta"):
         return float8_layers(config.model_spec.model.build())

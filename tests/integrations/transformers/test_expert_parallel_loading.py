@@ -1,4 +1,4 @@
-"""Experts that transformers divides between ranks while it loads a model, with float8 messages."""
+"""Experts that transformers divides among ranks while it loads a model, with float8 messages."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def load(folder: str, experts_recipe: str | None, **sizes: int) -> Any:
-    # Its linear layers have one scale per token: ranks have other tokens than one device.
+    # Linear layers with one scale per token, since the tokens of a rank are not one device's.
     config = Fp8DistConfig("rowwise_folded", experts_recipe=experts_recipe)
     distributed = DistributedConfig(**sizes, ep_implementation="fp8_dist") if sizes else None
     return AutoModelForCausalLM.from_pretrained(
@@ -38,7 +38,7 @@ def saved(kind: str, folder: Path) -> str:
 
 
 def loaded(folder: str, sizes: dict[str, int]) -> list[object]:
-    """Differences from one device, and the share of tokens' bytes that are sent in float8."""
+    """Differences from one device, and the fraction of token bytes that are sent in float8."""
     with launched():
         model, twin = load(folder, "rowwise_folded", **sizes), load(folder, "rowwise_folded")
         parts, wrong = sizes["fsdp_size"], []

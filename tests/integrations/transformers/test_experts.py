@@ -1,4 +1,4 @@
-"""Conversion of the experts of transformers' models to float8, and steps on one device."""
+"""Conversion of experts in transformers models to float8, and steps on one device."""
 
 import copy
 import subprocess
@@ -55,7 +55,7 @@ def test_copies_of_a_converted_model(tmp_path: Path) -> None:
     torch.save(model, file)
     expected = step(copy.deepcopy(model))
     assert different(step(torch.load(file, weights_only=False)), expected) == []
-    # In a process that has not imported the library.
+    # Load it in a process that has not imported the library.
     code = (
         f"import torch; model = torch.load({str(file)!r}, weights_only=False); "
         f"print(model(input_ids=torch.tensor({IDS.tolist()})).logits.double().sum().item())"
@@ -98,7 +98,7 @@ def test_convert_to_linear_gives_back_the_experts(kind: str, gathers: bool) -> N
         assert convert_to_linear(model) is model
         found = attributes()
         assert found.keys() == before.keys()
-        # Lists of parameters are equal if they hold the same objects.
+        # (Lists of parameters are equal only if they hold the same objects.)
         assert [name for name, value in before.items() if found[name] != value] == []
         assert different(step(model), expected) == []
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""Checkpoints of experts: from any mesh to any other, and to a model that was not converted."""
+"""Checkpoints of experts: from any mesh to any other, and to an unconverted model."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ State = dict[str, Tensor]
 
 
 def placed(kind: str) -> nn.Module:
-    """A model on the mesh of that kind, with weights that a checkpoint must replace."""
+    """A model on the mesh of a kind, with random weights, which a checkpoint must replace."""
     model = made("mixtral")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
@@ -50,9 +50,9 @@ def whole_state(model: Any, optimizer: Any) -> State:
 
 
 def resumed(kind: str, source: str, target: str) -> tuple[State, Tensor, State]:
-    """The state and the logits after loading, and the state after two more steps, which is saved.
+    """The state and logits after loading, and the state after two more steps, which is saved.
 
-    All ranks have the same tokens, so that those of EP agree about the other parameters.
+    All ranks have the same tokens, so that EP ranks agree on parameters outside of experts.
     """
     model = placed(kind)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -64,7 +64,7 @@ def resumed(kind: str, source: str, target: str) -> tuple[State, Tensor, State]:
         optimizer.zero_grad()
         return logits
 
-    trained()  # scales of the old weights, and a state of the optimizer
+    trained()  # caches scales of the old weights, and creates optimizer states
     if source:
         state, optimizer_state = get_state_dict(model, optimizer)
         dcp.load({"model": state, "optimizer": optimizer_state}, checkpoint_id=source)
@@ -84,7 +84,7 @@ MESHES = [("EP", 2), ("EP", 4), ("FSDP2 on dim 0", 4), ("FSDP2 on dim 1", 2)]
 
 
 def test_from_mesh_to_mesh(ranks: RankPools, tmp_path: Path) -> None:
-    """From each mesh to the next; in the end to one device, converted or not."""
+    """Resume from each mesh on the next, and finally on one device, converted or not."""
     source, expected = "", State()
     for kind, size in MESHES:
         target = str(tmp_path / f"{kind} {size}")
@@ -94,7 +94,7 @@ def test_from_mesh_to_mesh(ranks: RankPools, tmp_path: Path) -> None:
             assert same_bits(logits_of(expected), logits), kind
         source, expected = target, saved
     model = made("mixtral")
-    step(model)  # scales of the old weights
+    step(model)  # caches scales of the old weights
     state = model.state_dict()
     dcp.load({"model": state}, checkpoint_id=source, no_dist=True)
     model.load_state_dict(state)
@@ -103,7 +103,7 @@ def test_from_mesh_to_mesh(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def logits_of(state: State) -> Tensor:
-    """The logits of a model that is converted after an unconverted one has loaded a state."""
+    """The logits of a model that loads a state before it is converted."""
     model: Any = build("mixtral")
     model.load_state_dict({name: state[name] for name in model.state_dict()})
     logits: Tensor = convert_experts_to_float8_training(model)(IDS[:1]).logits

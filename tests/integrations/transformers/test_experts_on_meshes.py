@@ -1,7 +1,7 @@
-"""Experts on every kind of mesh: the bits of one device, with the same routing.
+"""Experts on every kind of mesh have the bits of one device, with the same routing.
 
-Gradients have these bits too. At most two ranks, or groups of expert parallelism, have gradients
-other than 0, because the sum of two numbers does not depend on their order.
+So do gradients: at most two ranks, or groups of expert parallelism, have nonzero gradients, and the
+sum of two numbers does not depend on their order.
 """
 
 import math
@@ -34,14 +34,14 @@ F32 = torch.float32
 
 
 class Placed(NamedTuple):
-    """How experts are distributed.
+    """A distribution of experts.
 
     Attributes:
-        axes: the axes of the mesh, by name.
-        ep: the axes whose ranks divide the experts; the innermost ones.
-        shard: the axes over which FSDP2 shards them, if any; of two, the first has replicas.
+        axes: the sizes of the mesh's axes, by name.
+        ep: the innermost axes, whose ranks divide the experts.
+        shard: the axes of FSDP2, if any. If there are two, the first one replicates (HSDP).
         dim: the dim that FSDP2 shards.
-        experts: their number.
+        experts: the number of experts.
     """
 
     axes: dict[str, int]
@@ -60,7 +60,7 @@ class Placed(NamedTuple):
         return math.prod(self.axes[axis] for axis in self.ep)
 
     def distribute(self, model: Any) -> DeviceMesh:
-        """Distribute a model; its linear layer over all ranks. Gradients are summed."""
+        """Distribute a model, and its linear layer over all ranks. Gradients are summed."""
         mesh = device_mesh(**self.axes)
         if self.ep:
             ep = mesh[self.ep]._flatten("ep_ranks") if len(self.ep) > 1 else mesh[self.ep]
@@ -94,7 +94,7 @@ Batch = dict[str, Tensor]
 
 
 def batches(placed: Placed, seed: int) -> list[Batch]:
-    """The tokens of each rank, and the gradients of their outputs. Rank 1 has no tokens."""
+    """The tokens and output gradients of each rank. Rank 1 has no tokens."""
     generator, found = torch.Generator().manual_seed(seed), []
     for rank in range(placed.size):
         group, last = rank // placed.together, placed.size // placed.together - 1
@@ -107,7 +107,7 @@ def batches(placed: Placed, seed: int) -> list[Batch]:
 
 
 def run(model: nn.Module, batch: Batch) -> Batch:
-    """The output, and the gradients of the tokens and of the routing weights, by name."""
+    """Run a pass; return the output and the gradients of tokens and routing weights, by name."""
     x, weights = (batch[name].clone().requires_grad_() for name in ("x", "weights"))
     output = model(x, batch["ids"], weights)
     output.backward(batch["grad"])
@@ -119,7 +119,7 @@ def run(model: nn.Module, batch: Batch) -> Batch:
 def on_one_device(
     twin: Any, placed: Placed, parts: Sequence[Batch]
 ) -> tuple[list[Batch], list[Batch]]:
-    """The results of each rank, and the gradients of experts of each group of expert parallelism."""
+    """The results for each rank, and the gradients of experts for each EP group."""
     results, grads, size = list[Batch](), list[Batch](), placed.together
     for begin in range(0, placed.size, size):
         group = parts[begin : begin + size]
@@ -139,9 +139,9 @@ class Steps(NamedTuple):
     """Two steps of two micro-batches each.
 
     Attributes:
-        wrong: the results that are not those of one device.
+        wrong: the results that differ from one device.
         update, gathers: the all-reduces of a precompute, and the gathers of experts for the first
-            micro-batch: the dtype, the number and the elements of each.
+            micro-batch, each with its dtype, number and elements.
         reduced: the number of amax all-reduces in the steps.
     """
 
@@ -154,8 +154,8 @@ class Steps(NamedTuple):
 def trained(placed: Placed, config: Float8ExpertsConfig, once: bool, updates: bool = True) -> Steps:
     """Train, and compare each step with one device.
 
-    ``once``: whether FSDP2 reduces the gradients of both micro-batches together. ``updates``:
-    whether scales are computed after each step, and not by the forward that needs them.
+    ``once``: whether FSDP2 reduces gradients only once, after both micro-batches. ``updates``:
+    whether scales are computed after each step; otherwise forwards compute them.
     """
     rank, reduced = dist.get_rank(), 0
     model, twin = Mixture(config, placed.experts), Mixture(config, placed.experts)
@@ -196,11 +196,11 @@ def lines(rows: Sequence[CommRow]) -> list[str]:
     return [f"{str(row.dtype)[6:]} {row.count} x {row.elements}" for row in rows]
 
 
-# Each mesh with one of the recipes, in turn. (test_mesh_grid.py has all pairs, of linear layers.)
+# Each mesh with one of the recipes in turn. (test_mesh_grid.py has all pairs for linear layers.)
 CASES = [(name, RECIPES[i % 4], i % 2 == 0) for i, name in enumerate(MESHES)]
 
 
-# Weights travel in one byte per element; scales with them, or in precompute's all-reduce.
+# Weights are sent as one byte per element; scales with them, or in precompute's all-reduce.
 SENT = {
     "HSDP": "['int32 1 x 1'], ['float8_e4m3fn 2 x 737280', 'float32 0 x 5632']",
     "6 experts on 4 ranks": "['int32 1 x 13'], ['float8_e4m3fn 3 x 762880']",
@@ -222,19 +222,19 @@ def test_bits_of_one_device(ranks: RankPools, name: str, recipe: Any, once: bool
 
 @pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_without_updates(ranks: RankPools, recipe: Any) -> None:
-    """Forwards reduce the amaxes that they need, once for two micro-batches."""
+    """Forwards reduce the amaxes that they need, once per two micro-batches."""
     placed = MESHES["dim 1"]
     for found in ranks(4).run(trained, placed, Float8ExpertsConfig(recipe), False, False):
         assert (found.wrong, found.update) == ([], [])
-        assert found.reduced == 2 * 3  # of both weights of experts, and of the linear layer
+        assert found.reduced == 2 * 3  # both weights of experts, and the linear layer
 
 
 @pytest.mark.parametrize("transport", ["bf16", "float8"])
 @on_ranks(4, returns=[])
 def test_gradients_on_the_wire(transport: Any) -> list[str]:
-    """What is not as expected of encoded gradients: collectives, and gradients of experts.
+    """Problems with encoded gradients: unexpected collectives, and wrong gradients of experts.
 
-    The owner of a shard adds what each rank rounds, in fp32.
+    The owner of a shard must sum the rounded gradients of ranks in fp32.
     """
     placed = MESHES["EP x FSDP2"]._replace(experts=8)
     model, twin = Mixture(Float8ExpertsConfig(), 8), Mixture(Float8ExpertsConfig(), 8)

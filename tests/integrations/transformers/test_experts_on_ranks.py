@@ -1,7 +1,7 @@
-"""Experts of transformers' models in float8, divided between ranks and sharded by FSDP2.
+"""Experts of transformers models in float8, divided among ranks and sharded by FSDP2.
 
-Logits and the gradients of experts have the bits of one device. Data parallelism sums gradients in
-another order, so there gradients are compared by SQNR.
+Logits and gradients of experts have the bits of one device. With data parallelism, gradients are
+summed in another order, so they are compared by SQNR.
 """
 
 import re
@@ -53,7 +53,7 @@ def parallel(model: nn.Module, mesh: Any) -> nn.Module:
 )
 @on_ranks(2, returns=[])
 def test_expert_parallelism(kind: str, fields: dict[str, Any], checkpointing: bool) -> list[str]:
-    """Differences from one device, on two ranks that have two texts each."""
+    """Differences from one device, on two ranks with two texts each."""
     mesh, rank = device_mesh(ep=2), dist.get_rank()
     model, twin = parallel(made(kind, **fields), mesh["ep"]), made(kind, **fields)
     if checkpointing:
@@ -67,12 +67,12 @@ def test_expert_parallelism(kind: str, fields: dict[str, Any], checkpointing: bo
 
 
 def shard(model: Any, mesh: Any, policy: MixedPrecisionPolicy) -> None:
-    """Shard the experts over dp alone, and all other parameters over dp and ep."""
+    """Shard experts over dp, and all other parameters over dp and ep."""
     world = mesh["dp", "ep"]._flatten("dp_ep")
     place = {"shard_placement_fn": lambda _: Shard(1), "mp_policy": policy}
     for experts in float8_experts(model).values():
         fully_shard(experts, mesh=mesh["dp"], **place)
-        # Each rank's tokens reach all experts, so the gradients of both axes are averaged.
+        # Experts get tokens of all ranks, so their gradients are divided by the size of both axes.
         experts.set_gradient_divide_factor(4.0)
         experts.set_force_sum_reduction_for_comms(True)
     for part in (*model.model.layers, model):
@@ -83,7 +83,7 @@ def shard(model: Any, mesh: Any, policy: MixedPrecisionPolicy) -> None:
 def test_expert_parallelism_and_fsdp2_in_bf16() -> None:
     """Two steps on dp 2 x ep 2, the second after an update by the optimizer's hook.
 
-    The scales of transposed weights lie across the rows that Shard(1) divides: precompute reduces
+    Scales of transposed weights cover rows of several shards of Shard(1), so precompute reduces
     them.
     """
     mesh, rank, wrong = device_mesh(dp=2, ep=2), dist.get_rank(), []
@@ -91,7 +91,7 @@ def test_expert_parallelism_and_fsdp2_in_bf16() -> None:
     shard(model, mesh, MixedPrecisionPolicy(BF16, cast_forward_inputs=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     attach_update(optimizer, model)
-    for parameter in twin.parameters():  # the casts of experts are those of the fp32 weights
+    for parameter in twin.parameters():  # experts are cast from fp32 weights
         parameter.data = parameter.to(BF16 if parameter.ndim < 3 else parameter.dtype)
     with comm_audit(mesh) as update:
         precompute_float8_dynamic_scale(model)
@@ -127,7 +127,7 @@ def test_ddp() -> list[str]:
 
 @on_ranks(4, returns=[True] * 3)
 def test_the_page() -> list[bool]:
-    """Runs the page's programs: whether the loss falls, and products and outputs agree."""
+    """Run the page's programs; return whether the loss falls, and products and outputs agree."""
     torch.manual_seed(0)
     scope: dict[str, Any] = {"torch": torch, "F": F, "mesh": device_mesh(dp=2, ep=2), "group": None}
     first, second, third, fourth = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -158,7 +158,7 @@ def test_the_page() -> list[bool]:
 
 
 def refused() -> list[str]:
-    """The errors of setups that don't fit, on each rank; a collective works after each."""
+    """The errors of invalid setups on each rank, after each of which a collective must work."""
     mesh, rank = device_mesh(ep=2)["ep"], dist.get_rank()
     configs = [[{}, {"recipe": "mxfp8"}], [{}, {"combine": "float8"}]]
     models = [made("mixtral", **both[rank]) for both in configs]
@@ -176,7 +176,7 @@ def refused() -> list[str]:
 
 
 def placed_otherwise(mesh: DeviceMesh) -> list[str]:
-    """The errors for weights that are not distributed by Float8ExpertParallel."""
+    """The errors for weights that were not distributed by Float8ExpertParallel."""
 
     early, both, one = build("mixtral"), made("mixtral"), made("mixtral")
     for model, names, placement in (

@@ -1,4 +1,4 @@
-"""Statistics, recordings, collectives, filters and the doctor's report of converted experts."""
+"""Statistics, recordings, collectives, filters and the doctor's report for converted experts."""
 
 import dataclasses
 from functools import partial
@@ -40,7 +40,7 @@ from fp8_dist.moe.config import ExpertsRecipe
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
 EXPERTS = "model.layers.1.mlp.experts"
-# The rows and columns of an operand that share a scale; None: all.
+# The numbers of rows and columns of an operand that share a scale; None: all.
 BLOCKS: dict[ExpertsRecipe, tuple[tuple[int, int | None], tuple[int | None, int | None]]] = {
     "rowwise_folded": ((1, None), (1, None)),
     "tensorwise": ((1, None), (None, None)),
@@ -50,7 +50,7 @@ BLOCKS: dict[ExpertsRecipe, tuple[tuple[int, int | None], tuple[int | None, int 
 
 
 def operands(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Some operands of the experts of a layer in a step, by weight and operand, from hooks."""
+    """Some operands of a layer's experts in a step, from hooks, by weight and operand."""
     experts, found = model.get_submodule(EXPERTS), {}
 
     def before(_: Any, args: Any) -> None:
@@ -91,7 +91,7 @@ def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> N
         assert same_bits(cast.high, high)
         blocks = weight_blocks if high.ndim == 3 else row_blocks
         matrices = high if high.ndim == 3 else high[None]
-        is_turned = kind == "gpt_oss" and high.ndim == 3  # its weights are stored as [E, K, N]
+        is_turned = kind == "gpt_oss" and high.ndim == 3  # GPT-OSS stores weights as [E, K, N]
         matrices = matrices.mT if is_turned else matrices
         sizes = [b or n for b, n in zip(blocks, matrices.shape[1:], strict=True)]
         low = torch.stack([rounded(matrix.double(), *sizes, rule) for matrix in matrices])
@@ -109,7 +109,7 @@ def test_casts_of_experts(tmp_path: Path, kind: str, recipe: ExpertsRecipe) -> N
 
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_gemms_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
-    """Their errors are those of the formula of the recipe, for the same operands."""
+    """GEMMs have the same errors as the formula of the recipe for the same operands."""
     model, x = Mixture(Float8ExpertsConfig(recipe)), torch.randn(40, 160)
     ids = torch.rand(40, 7).argsort(1)[:, :2]  # expert 7 has no tokens
     stats, recorder = float8_stats(model, gemms=True), record(model, tmp_path, layers="experts.*")
@@ -130,7 +130,7 @@ def test_gemms_of_experts(tmp_path: Path, recipe: ExpertsRecipe) -> None:
 
 
 def parallel(model: Any, dp: int, ep: int, dim: int) -> nn.Module:
-    """Divide experts over ``ep``, and shard them along ``dim`` over ``dp``."""
+    """Divide experts over ``ep`` ranks, and shard them along ``dim`` over ``dp`` ranks."""
     mesh = device_mesh(dp=dp, ep=ep)
     for experts in float8_experts(model).values():
         if ep > 1:
@@ -147,7 +147,7 @@ def parallel(model: Any, dp: int, ep: int, dim: int) -> nn.Module:
 def recorded(
     dp: int, ep: int, dim: int, fields: dict[str, Any], folder: Path
 ) -> tuple[list[Any], list[Any]]:
-    """Statistics and recordings of a step on ranks, which have a text each, and on one device."""
+    """Statistics and recordings of a step, on ranks with one text each, and on one device."""
     rank, texts = dist.get_rank(), len(IDS) // (dp * ep)
     model, twin = parallel(made("mixtral", **fields), dp, ep, dim), made("mixtral", **fields)
     mine, its = float8_stats(model), float8_stats(twin)
@@ -206,7 +206,7 @@ def messages(checkpointing: bool) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_messages_have_the_names_of_their_experts(ranks: RankPools, checkpointing: bool) -> None:
-    """Counts, rows with their scales, and outputs; each in the forward, and in the backward."""
+    """Counts, rows with their scales, and outputs are sent, in forward and in backward."""
     found, _ = ranks(2).run(messages, checkpointing)
     again = int(checkpointing)
     expected = [("int64", 1 + again), ("float8_e4m3fn", 2 + again), ("float32", "+")]
@@ -256,7 +256,7 @@ def small_mixtral() -> nn.Module:
 
 
 def report_of(capsys: pytest.CaptureFixture[str], model: str, *options: str) -> str:
-    """The lines that name experts."""
+    """The lines about experts in the doctor's report."""
     doctor.main(["--model", f"test_experts_reports:{model}", *options])
     _, _, text = capsys.readouterr().out.partition("module_filter_fn")
     return "\n".join(line for line in text.splitlines() if "experts" in line)

@@ -1,7 +1,7 @@
-"""Experts of which each rank has a part.
+"""Experts that tensor parallelism divides, so that each rank has a part of every expert.
 
-The operands of their GEMMs are one device's, so the gradients of the weights are too. The sums over
-ranks have another order.
+The operands of GEMMs, and so the gradients of weights, have the bits of one device. Sums over ranks
+have another order.
 """
 
 from functools import partial
@@ -42,7 +42,7 @@ def batch(seed: int) -> Results:
 
 
 def run(experts: Any, batch: Results) -> Results:
-    """The output, and the gradients of the tokens and of the routing weights."""
+    """Run a pass; return the output and the gradients of tokens and routing weights."""
     x, weights = (batch[name].clone().requires_grad_() for name in ("x", "weights"))
     output = experts(x, batch["ids"], weights)
     output.backward(batch["grad"])
@@ -52,7 +52,7 @@ def run(experts: Any, batch: Results) -> Results:
 
 
 class Steps(NamedTuple):
-    """Differences from one device in two steps; the collectives of an update, and of a step."""
+    """Differences from one device in two steps; and the collectives of an update and of a step."""
 
     wrong: list[str]
     update: str
@@ -60,7 +60,7 @@ class Steps(NamedTuple):
 
 
 def trained(recipe: Any, dp: int = 1) -> Steps:
-    """Train on ``dp`` x 2 ranks."""
+    """Train on ``dp`` x 2 ranks, and compare with one device."""
     mesh, wrong = device_mesh(dp=dp, tp=2), []
     model, twin = (Mixture(Float8ExpertsConfig(recipe), 6, 256) for _ in range(2))
     parallelize_module(model.experts, mesh["tp"], Float8ExpertTensorParallel())
@@ -92,8 +92,8 @@ def trained(recipe: Any, dp: int = 1) -> Steps:
 
 
 def test_tensor_parallelism(ranks: RankPools) -> None:
-    """Amaxes of 38 rows: of the hidden features, and of their gradients; folded ones again."""
-    with pieces_that_torch_moves():  # for a test to see them
+    """Amaxes of 38 rows are reduced: of hidden features and their gradients (folded ones twice)."""
+    with pieces_that_torch_moves():  # to compare full tensors
         found = {recipe: ranks(2).run_same(trained, recipe) for recipe in RECIPES}
         assert {recipe: steps.wrong for recipe, steps in found.items()} == {r: [] for r in RECIPES}
         assert_expected_inline(
@@ -129,7 +129,7 @@ def test_with_fsdp2(ranks: RankPools) -> None:
 
 
 def planned() -> list[float]:
-    """The SQNR against one device of the logits, and of the worst gradient."""
+    """The SQNR of the logits, and of the worst gradient, compared with one device."""
     model, twin = made("qwen3_moe"), made("qwen3_moe")
     with pytest.warns(UserWarning, match="hf_tp_plan leaves routed experts as they are"):
         plan = hf_tp_plan(model)
@@ -157,7 +157,7 @@ def refused_in_transformers_plan(mesh: DeviceMesh) -> str:
 
 
 def refused() -> list[str]:
-    """The errors of setups that don't fit, on each rank; a collective works after each."""
+    """The errors of invalid setups on each rank, after each of which a collective must work."""
     mesh, texts = device_mesh(dp=1, tp=2)["tp"], []
     style, folded = Float8ExpertTensorParallel(), Float8ExpertsConfig()
     combined = Mixture(Float8ExpertsConfig(combine="float8")).experts

@@ -1,4 +1,4 @@
-"""What is exported, from any mesh, transformers loads as an FP8 block checkpoint."""
+"""transformers loads exports from any mesh as FP8 block checkpoints."""
 
 import re
 from dataclasses import replace
@@ -57,7 +57,7 @@ def converted(kind: str, recipe: str, gather: Any = False, **sizes: int) -> nn.M
 
 
 def with_weights_of_forward(model: nn.Module) -> nn.Module:
-    """A converted model, as an unconverted one with the weights that its forward multiplies."""
+    """Unconvert a model, with the dequantized weights that its forward multiplies."""
     with weights_used(model) as used, torch.no_grad():
         model(input_ids=IDS)
     assert used.keys() == float8_layers(model).keys()
@@ -83,7 +83,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 def test_logits_are_the_trainers(
     kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the lines of the page: those that save, and those that load and convert."""
+    """Use the lines of the page that save, and those that load and convert."""
     text = PAGE.read_text().partition("## MXFP4")
     blocks = [re.findall(r"```python\n(.*?)```", part, re.DOTALL) for part in text]
     save, in_bf16, load = blocks[0][0], blocks[0][1], blocks[2][-1]
@@ -91,7 +91,7 @@ def test_logits_are_the_trainers(
     assert "FineGrainedFP8Config" in load
     model: Any = converted(kind, "blockwise", **SIZES).eval()
     model.config.dtype = dtype
-    for parameter in model.parameters():  # and no buffers of rotary embeddings
+    for parameter in model.parameters():  # but not the buffers of rotary embeddings
         parameter.data = parameter.data.to(dtype)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
@@ -131,7 +131,7 @@ NAMES = {
 
 
 def with_experts(kind: str, recipe: Any, **sizes: int) -> Any:
-    """Linear layers and experts are converted. The weights of experts differ in size."""
+    """A model with converted linear layers and experts, whose weights differ in magnitude."""
     model = converted(kind, recipe, "auto", **EXPERTS | sizes)
     for parameter in model.parameters():
         if parameter.ndim == 3:
@@ -170,7 +170,7 @@ def test_experts_are_entries_of_their_own(
         assert same_bits(loaded(tmp_path, torch.float32)(input_ids=IDS).logits, expected)
 
 
-# Of tensor parallelism a rank's part of gate and up is two pieces of the weight.
+# With tensor parallelism, a rank's part of gate and up is two pieces of the weight.
 @pytest.mark.parametrize(
     ("style", "dp", "recipe"),
     [
@@ -202,7 +202,7 @@ def test_experts_of_ranks_are_exported_as_those_of_one_device(
 
 
 def wrong_shards(model: Any, twin: Any, expected: dict[str, torch.Tensor]) -> list[str]:
-    """In shards, an entry is the weight of all experts of a module."""
+    """The names of entries whose shards are wrong. (An entry has all experts of a module.)"""
     wrong = []
     for name, tensor in float8_state_dict(model).items():
         if ".experts." in name:
@@ -225,7 +225,7 @@ def wrong_shards(model: Any, twin: Any, expected: dict[str, torch.Tensor]) -> li
 
 
 def in_mxfp4(kind: str, recipe: Any = "mxfp8") -> Any:
-    """Experts in MXFP4, of which 128 does not divide the features between their weights."""
+    """A model with experts in MXFP4, whose intermediate size is not a multiple of 128."""
     model = build(kind, hidden_size=128, intermediate_size=160, moe_intermediate_size=160)
     for parameter in model.parameters():
         if parameter.ndim == 3:
@@ -238,7 +238,7 @@ def in_mxfp4(kind: str, recipe: Any = "mxfp8") -> Any:
 def test_gpt_oss_is_read_in_mxfp4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    """As it is saved by the lines of the page."""
+    """transformers reads experts in MXFP4 that the lines of the page saved."""
     section = PAGE.read_text().partition("## MXFP4")[2]
     (lines,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
     model = in_mxfp4("gpt_oss", recipe)
@@ -278,7 +278,7 @@ def test_experts_in_mxfp4_are_entries_of_their_own(monkeypatch: pytest.MonkeyPat
 
 @on_ranks(4, returns=[])
 def test_shards_of_gpt_oss_in_mxfp4() -> list[str]:
-    """Of [E, K, N] in files of [E, N, K], by experts and by features."""
+    """Shards of [E, K, N], by experts or by features, are exported as [E, N, K]."""
     mesh = device_mesh(dp=2, tp=2)
     one_device = float8_state_dict(in_mxfp4("gpt_oss"), format="mxfp4")
     wrong = []

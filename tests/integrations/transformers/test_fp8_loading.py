@@ -1,4 +1,4 @@
-"""FP8 checkpoints are loaded as they are, on any mesh, and saved again byte for byte."""
+"""FP8 checkpoints are loaded without a cast, on any mesh, and saved again byte for byte."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ from fp8_dist.linear.weights import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
 
-SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}  # blocks are cut
+SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}  # not multiples of blocks
 IDS = batch(7)
 Files = dict[str, torch.Tensor]
 
@@ -45,7 +45,7 @@ def config_of(form: str) -> Float8LinearConfig:
 
 
 def converted(form: str, device: str = "cpu", frozen: bool = True) -> Any:
-    """A Qwen3 of random or missing values, whose weights are stored in float8 if ``frozen``."""
+    """A Qwen3 with random values, or on "meta"; if ``frozen``, weights are stored in float8."""
     with torch.device(device):
         model = build("qwen3", **SIZES)
     convert_to_float8_training(model, config=config_of(form), module_filter_fn=skip_head(model))
@@ -56,7 +56,7 @@ def converted(form: str, device: str = "cpu", frozen: bool = True) -> Any:
 
 
 def by_reference(form: str, scale_dtype: torch.dtype = torch.float32) -> Files:
-    """A checkpoint in DeepSeek's layout, written by the formulas of an engine."""
+    """A checkpoint in DeepSeek's layout, cast by the formulas of an inference engine."""
     model, files = build("qwen3", **SIZES), {}
     for name, value in model.state_dict().items():
         files[name] = value.clone()
@@ -79,7 +79,7 @@ def written(files: Files, folder: Path) -> Path:
 
 
 def with_buffers(model: nn.Module) -> nn.Module:
-    """The buffers that a checkpoint lacks, such as the frequencies of rotary embeddings."""
+    """Fill in buffers that checkpoints lack, such as frequencies of rotary embeddings."""
     for (_, own), (_, known) in zip(
         model.named_buffers(), build("qwen3", **SIZES).named_buffers(), strict=True
     ):
@@ -109,7 +109,7 @@ def on_mesh(form: str, dp: int, tp: int, frozen: bool) -> Any:
 
 
 def loads(folder: str, form: str, dp: int, tp: int) -> Iterator[str]:
-    """Runs on each rank: what differs from one device with the same checkpoint."""
+    """Differences from one device with the same checkpoint; called on each rank."""
     files = {
         k: v
         for path in sorted(Path(folder).glob("*"))
@@ -173,7 +173,7 @@ def with_experts(device: str, frozen: bool, kind: str = "qwen3_moe") -> Any:
 
 
 def loads_experts(folder: str) -> list[str]:
-    """Runs on each rank: experts of a checkpoint, divided by expert parallelism and by FSDP2."""
+    """Load experts divided by expert parallelism, and by FSDP2; called on each rank."""
     one = with_experts("cpu", True)
     load_float8_checkpoint(one, folder)
     expected, wrong = float8_state_dict(one), []

@@ -1,4 +1,4 @@
-"""Which layers of transformers models are left out, by one rule; what is said about the others."""
+"""The layers of transformers models that one rule leaves out, and the messages about others."""
 
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ ENCODER = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-# The class, its config, and the layers that stay in high precision.
+# By class: its config class, the config, and the layers that stay in high precision.
 MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "LlamaForSequenceClassification": ("LlamaConfig", SIZES | {"pad_token_id": 0}, {"score"}),
-    # An aligned head is a head.
+    # A head is left out even if its sizes are multiples of 16.
     "LlamaForTokenClassification": ("LlamaConfig", SIZES | {"num_labels": 16}, {"score"}),
     "BertForQuestionAnswering": ("BertConfig", ENCODER, {"qa_outputs"}),
     "RobertaForSequenceClassification": (
@@ -37,7 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
         {"vocab_size": 64, "dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4},
         {"pre_classifier", "classifier"},
     ),
-    # No head has a name that is known here, but the sizes of two layers are no multiples of 16.
+    # There is no head with a known name, but the sizes of two layers are not multiples of 16.
     "LlamaForCausalLM": (
         "LlamaConfig",
         SIZES | {"intermediate_size": 120, "num_hidden_layers": 1},
@@ -87,7 +87,7 @@ def test_one_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         tmp_path / "model", quantization_config=Fp8DistConfig()
     )
     assert left_out(model) == expected
-    # What is converted runs where sizes must be multiples of 16, as on a GPU.
+    # Converted layers run even if sizes must be multiples of 16, as on a GPU.
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "1")
     model(input_ids=torch.arange(1, 17).view(1, 16))[0].sum().backward()
 

@@ -1,4 +1,4 @@
-"""Loaders that rebuild parameters by their type, as accelerate's for offloading."""
+"""Loaders that rebuild parameters by their type, such as accelerate's for offloading."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +76,7 @@ def test_a_device_map_with_a_disk(tmp_path: Path) -> None:
 
 
 def test_stored_weights_are_not_rebuilt_of_plain_data() -> None:
-    """Such data has no scheme; and accelerate converts codes to the dtype of the weight."""
+    """Plain data has no scheme, and accelerate casts codes to the dtype of the weight."""
     model = cpu_offload(converted(frozen=True), execution_device="cpu")
     text = "from data of torch.float32 alone, .* call fp8_dist.unfreeze_from_float8"
     with pytest.raises(NotImplementedError, match=text):

@@ -29,7 +29,7 @@ E4M3 = torch.float8_e4m3fn
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plain one."""
+    """A folder with a checkpoint of an unconverted model."""
     folder = tmp_path_factory.mktemp("checkpoint")
     llama().save_pretrained(folder)
     return folder
@@ -43,7 +43,7 @@ def load(folder: Path | str, *args: Any, **kwargs: Any) -> LlamaForCausalLM:
 
 
 def steps(model: LlamaForCausalLM, count: int) -> list[float]:
-    """Losses of training."""
+    """Train, and return the losses."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     attach_update(optimizer, model)
     texts = torch.stack([text["input_ids"] for text in dataset(8 * count)])
@@ -83,7 +83,7 @@ def test_the_model_is_an_ordinary_one_and_saved_as_that(checkpoint: Path, tmp_pa
     assert not model.is_quantized
     assert getattr(model, "hf_quantizer", None) is None
     assert not hasattr(model, "quantization_method")
-    model.to(torch.bfloat16).float()  # transformers refuses that for quantized models
+    model.to(torch.bfloat16).float()  # transformers refuses this for quantized models
     steps(model, 3)
     model.save_pretrained(tmp_path)
     plain.save_pretrained(tmp_path / "plain")

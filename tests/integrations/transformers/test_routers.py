@@ -1,4 +1,4 @@
-"""Routers that are nn.Linear stay in high precision, in all of transformers' mixtures."""
+"""Routers that are nn.Linear stay in high precision in all mixtures of transformers."""
 
 import re
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fp8_dist import auto_filter, skip_head
 
-EXPERTS = 112  # of each mixture; a multiple of 16 that is no other size
+EXPERTS = 112  # per mixture; a multiple of 16 that is not used as another size
 NUMBER = re.compile(r"(\w+_)?num(_local|_routed)?_experts|n_routed_experts")
-# A class of routers, or of gates that may be routers, and its body.
+# Matches classes of routers, or of gates that may be routers: the name and the body.
 CLASSES = re.compile(r"\nclass (\w+(?:Router|Gating|Gate))\(nn\.Module\):(.*?)(?=\n\S)", re.DOTALL)
-# Gates that multiply features; and a router that has one output, for the whole model.
+# Gates that multiply features, and a router with a single output for the whole model.
 NO_ROUTERS = re.compile(r"\w+ForgetGate|DFineGate|Deimv2Gate|GraniteDoclingDensityRouter")
-# What the default configs of models lack.
+# Settings that the default configs of models lack.
 SETTINGS: dict[str, Any] = {
     "enable_moe_block": True,
     "head_dim": 64,
@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def classes() -> dict[str, set[str]]:
-    """The classes of routers that have an nn.Linear, by the module of their model."""
+    """The classes of routers that have an nn.Linear, by the module that defines the model."""
     found: dict[str, set[str]] = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         names = {name for name, body in CLASSES.findall(path.read_text()) if "nn.Linear(" in body}
@@ -59,7 +59,7 @@ def configured(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def built(module: str) -> Iterator[nn.Module]:
-    """Models of a module that can be built from a default config."""
+    """Yield the models of a module that can be built from a default config."""
     for cls in vars(import_module(module)).values():
         if isinstance(cls, type) and issubclass(cls, PreTrainedModel) and cls.__module__ == module:
             try:

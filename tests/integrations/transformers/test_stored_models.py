@@ -1,4 +1,4 @@
-"""Models of transformers whose frozen weights are stored in float8: bases of adapters, and experts."""
+"""transformers models with frozen weights stored in float8: bases of adapters, and experts."""
 
 import copy
 import re
@@ -92,7 +92,7 @@ def test_generation() -> None:
     [("tensorwise", "llama"), ("blockwise", "llama"), ("blockwise", "qwen3_moe")],
 )
 def test_plain_transformers_loads_what_is_saved(tmp_path: Path, recipe: str, kind: str) -> None:
-    """As docs/frozen.md says: the stored bytes in blocks, high precision for other recipes."""
+    """As in docs/frozen.md: stored bytes for recipes of blocks, high precision for others."""
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
     model: Any = build(kind, **{k: v for k, v in sizes.items() if k[0] != "m" or kind != "llama"})
     config = Float8LinearConfig.from_recipe_name(recipe)
@@ -116,7 +116,7 @@ def test_plain_transformers_loads_what_is_saved(tmp_path: Path, recipe: str, kin
 
 
 def with_experts(kind: str, recipe: str, store: bool = True) -> Any:
-    """The weights of linear layers and experts are frozen; routers, norms and biases are not."""
+    """A model with frozen linear layers and experts, but not routers, norms and biases."""
     fields = {"weight_format": "mxfp4"} if recipe == "mxfp4" else {}
     model = made(kind, "mxfp8" if fields else recipe, dense=True, **fields)
     for weight in float8_weights(model).values():
@@ -138,7 +138,7 @@ def test_bits_of_stored_experts(kind: str, recipe: str) -> None:
     model = with_experts(kind, recipe)
     expected = step(with_experts(kind, recipe, store=False))
     copied = copy.deepcopy(model)
-    # (The scales of stored weights have no counterpart, nor gradients.)
+    # (Scales of stored weights have neither a counterpart nor gradients.)
     assert different(step(model), expected) == []
     assert different(step(copied), expected) == []
     state = model.state_dict()
@@ -149,7 +149,7 @@ def test_bits_of_stored_experts(kind: str, recipe: str) -> None:
     loaded.load_state_dict(state)
     assert different(step(loaded), expected) == []
     assert all(same_bits(tensor, state[name]) for name, tensor in loaded.state_dict().items())
-    # High precision is cast, also of weights that are stored as [E, K, N].
+    # Entries in high precision are cast, also for weights that are stored as [E, K, N].
     recast = with_experts(kind, recipe)
     recast.load_state_dict(with_experts(kind, recipe, store=False).state_dict())
     assert all(same_bits(tensor, state[name]) for name, tensor in recast.state_dict().items())
@@ -208,7 +208,7 @@ def test_stored_experts_on_meshes(size: int, recipe: str) -> None:
         compared(way, recipe, torch.distributed.get_rank())
 
 
-# docs/frozen.md, by copy and paste.
+# The code of docs/frozen.md, unchanged.
 
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE, SERVING = (DOCS / "frozen.md").read_text(), (DOCS / "serving.md").read_text()
@@ -220,11 +220,11 @@ def block_config(**options: Any) -> Float8LinearConfig:
 
 
 def lora(code: str) -> list[torch.Tensor]:
-    """Runs on each rank: the adapters after the page's training."""
+    """The adapters after the page's training; called on each rank."""
     torch.manual_seed(3)
     batches = [{key: ids[None] for key, ids in row.items()} for row in dataset(8)]
     scope: dict[str, Any] = {"model": llama(), "batches": batches}
-    # Without the line that stores weights, FSDP2 has some to gather in float8.
+    # Without the line that stores weights, a warning about gathers in high precision is given.
     run_shown(code, scope, expected="" if code == LORA else ".* in high precision, because")
     assert {type(weight.parameter()) for weight in float8_weights(scope["model"]).values()} == {
         DTensor
@@ -251,7 +251,7 @@ def exported(folder: Path) -> LlamaForCausalLM:
 
 
 def load_sharded(folder: str) -> dict[str, torch.Tensor]:
-    """Runs on each rank: the state dict of the page's model."""
+    """The state dict of the page's model; called on each rank."""
     scope: dict[str, Any] = {"make_model": llama, "folder": folder, "device": "cpu", "ranks": 4}
     run_shown(SHARDED, scope)
     return float8_state_dict(scope["model"], full_state_dict=True)
@@ -272,7 +272,7 @@ def test_loading_on_a_mesh(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def test_names_of_a_stream_with_adapters() -> None:
-    """As docs/serving.md gives them."""
+    """The names are those that docs/serving.md shows."""
     _, loop, _ = re.findall(r"```python\n(.*?)```", SERVING, re.DOTALL)
     model: Any = build("qwen3")
     config = Float8LinearConfig.from_recipe_name("blockwise")

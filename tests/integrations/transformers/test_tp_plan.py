@@ -1,9 +1,9 @@
-"""Tensor-parallel plans of transformers' models, on ranks, against one device.
+"""Tensor-parallel plans of transformers models on ranks, compared with one device.
 
-An unconverted model has a gradient of at least 80 dB (SQNR) for each parameter on ranks. In float8, a
-sum in another order makes a rare value round to another code, which may grow: logits and the
-gradient of all parameters have at least 35 dB, and that of each parameter 12 dB. A gradient of one
-of two ranks alone, or one that is summed twice, has 6 dB or less.
+In an unconverted model, the gradient of each parameter must have an SQNR of at least 80 dB. In
+float8, sums in another order round rare values to other codes, and such differences may grow. There
+logits and the gradient of all parameters must have 35 dB, and that of each parameter 12 dB. A
+gradient that lacks one rank's part, or is summed twice, has 6 dB or less.
 """
 
 import warnings
@@ -44,46 +44,46 @@ from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.mesh import local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan, check_tp_plan, llama_tp_plan
 
-# Gathers in high precision in a step with sequence parallelism, besides those of the head's input,
-# the logits, and the embedding's gradient. Routed experts: input, and gradient of the output.
-# Phi-3: outputs of fused layers, and gradients of the layers that split their input.
+# The number of gathers in high precision in a step with sequence parallelism, without those of the
+# head's input, the logits and the embedding's gradient. Routed experts: input and output gradient.
+# Phi-3: outputs of fused layers, and gradients of layers that split their input.
 OTHER_GATHERS = {"mixtral": 4, "qwen3_moe": 4, "glm4_moe": 2, "llama4": 4, "phi3": 8}
-# Blocks, of which each gathers its input and the gradient of its output in float8.
+# The number of blocks that gather their input and their output gradient in float8.
 BLOCKS = {"mixtral": 2, "qwen3_moe": 2, "glm4_moe": 3, "llama4": 2}
-# Elements of the bias's gradients that row-parallel Float8Linears sum in the backward.
+# Elements of bias gradients that row-parallel Float8Linears all-reduce in the backward.
 BIAS_GRADIENTS = {"phi": 4 * 64}
 
 
 def long(*values: Any) -> Any:
-    """Values of a parameter for ``scripts/test.sh --all``."""
+    """Parameters of a test that only ``scripts/test.sh --all`` runs."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 
 class Step(NamedTuple):
-    """A step on ranks beside the same on one device; SQNR in dB."""
+    """A step on ranks, compared with one device; SQNR in dB."""
 
     loss: float  # the difference
     logits: float
     gradient: float  # of all parameters together
-    worst: float  # of that of the worst parameter
-    worst_plain: float  # and in the unconverted model
+    worst: float  # of the parameter with the worst gradient
+    worst_plain: float  # the same in the unconverted model
     # Elements by kind of collective over the tensor-parallel axis, without amaxes.
     moved: Counter[str]
     moved_plain: Counter[str]
-    gathers: Counter[str]  # how many over that axis, by dtype
+    gathers: Counter[str]  # number of gathers over that axis, by dtype
     weights: Counter[str]  # elements that FSDP2 gathered, by dtype
-    expected: Counter[str]  # and those that it has to
+    expected: Counter[str]  # elements that it should gather
 
 
 def planned(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    """The model, parallelized; routed experts are a test of their own."""
+    """Parallelize a model with its plan, except routed experts, which have their own tests."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "hf_tp_plan leaves routed experts")
         return apply_tp_plan(model, mesh, hf_tp_plan(model, **options))
 
 
 def sharded(model: Any, mesh: DeviceMesh) -> nn.Module:
-    """FSDP2 over the layers and the rest, where there are data-parallel ranks."""
+    """Apply FSDP2 to the layers and the rest of a model, if there are data-parallel ranks."""
     if mesh["dp"].size() > 1:
         for layer in (*getattr(model, "model", model).layers, model):
             fully_shard(layer, mesh=mesh["dp"])
@@ -97,7 +97,7 @@ def backward(model: nn.Module, ids: torch.Tensor, **inputs: Any) -> Any:
 
 
 def gradients(model: nn.Module, twin: nn.Module) -> tuple[float, float]:
-    """SQNR against the gradient of a model's twin: of all parameters together, and of the worst."""
+    """The SQNR of the gradient of all parameters, and of the worst one, compared with a twin."""
     found, expected = dict(model.named_parameters()), dict(twin.named_parameters())
     assert found.keys() == expected.keys()
     pairs = [(full(p.grad), full(found[name].grad)) for name, p in expected.items()]
@@ -106,7 +106,7 @@ def gradients(model: nn.Module, twin: nn.Module) -> tuple[float, float]:
 
 
 def counted(audit: CommAudit) -> tuple[Counter[str], Counter[str], Counter[str]]:
-    """Elements that tensor-parallel ranks move; their gathers; elements that FSDP2 gathers."""
+    """Elements moved over tp, the number of gathers over tp, and elements that FSDP2 gathers."""
     moved, gathers, weights = Counter[str](), Counter[str](), Counter[str]()
     for row in audit.rows:
         dtype = str(row.dtype).removeprefix("torch.")
@@ -135,10 +135,10 @@ def step(
     config: dict[str, Any] | None = None,
     **options: Any,
 ) -> Step:
-    """Runs on ``2 * dp`` ranks.
+    """Compare a step with one device; called on ``2 * dp`` ranks.
 
-    reentrant: kind of checkpointing, which is enabled before, or after, the plan is applied.
-    options: those of the plan.
+    reentrant: kind of checkpointing, which is enabled before or after the plan is applied.
+    options: options of the plan.
     """
     mesh, ids = device_mesh(dp=dp, tp=2), batch(0, length=length)
     mask = torch.ones_like(ids).index_fill(1, torch.tensor([0, 1]), 0)
@@ -160,7 +160,7 @@ def step(
             float8 = {f"{name}.weight" for name in float8_layers(twin)}
             for name, parameter in model.named_parameters():
                 dtype = "float8_e4m3fn" if name in float8 else "float32"
-                # Layers are gathered again for the backward.
+                # FSDP2 gathers layers again for the backward.
                 times = 2 if ".layers." in name else 1
                 expected[dtype] += times * local_tensor(parameter).numel()
         sharded(model, mesh)
@@ -179,7 +179,7 @@ def step(
 
 
 def gathers_of(kind: str) -> dict[str, int]:
-    """Gathers of a step with sequence parallelism, by dtype."""
+    """The expected number of gathers in a step with sequence parallelism, by dtype."""
     blocks = BLOCKS.get(kind, 4)
     high = 3 + OTHER_GATHERS.get(kind, 0)
     return {"float8_e4m3fn": blocks, "float8_e5m2": blocks, "float32": high}
@@ -191,7 +191,7 @@ def check(kind: str, found: Step) -> None:
     assert found.gradient > 35
     assert found.worst > 12
     assert found.worst_plain > 80
-    # What the unconverted model moves, some of it in float8.
+    # The same elements as in the unconverted model are moved, though partly in float8.
     biases = {"all_reduce": BIAS_GRADIENTS.get(kind, 0)}
     assert found.moved == found.moved_plain + Counter(biases)
     assert found.weights == found.expected
@@ -220,7 +220,7 @@ def test_without_sequence_parallelism(ranks: RankPools, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "length"), [("llama", 15), ("glm4_moe", 3)])
 def test_sequences_that_ranks_cannot_share_evenly(ranks: RankPools, kind: str, length: int) -> None:
-    with uneven_sequence_viewed():  # of the head
+    with uneven_sequence_viewed():  # by the head
         for found in ranks(2).run(step, kind, length=length):
             check(kind, found)
 
@@ -234,18 +234,18 @@ def table_of_a_step() -> str:
 
 
 def test_all_collectives_of_a_step(ranks: RankPools) -> None:
-    """Those that the page shows."""
+    """A step has the collectives that the page shows."""
     rows, total, _ = ranks(2).run_same(table_of_a_step).partition("total")
     assert rows.count("\n") == 6
     assert total
     assert indent(rows, "    ") in (Path(__file__).parents[3] / "docs/transformers.md").read_text()
 
 
-# ---- what users do with a model
+# ---- other uses of a parallelized model
 
 
 def generate(kind: str, sequence_parallel: bool) -> tuple[list[list[int]], list[list[int]]]:
-    """Runs on two ranks: what the ranks write, and what one device does."""
+    """The texts that two ranks generate, and those of one device; called on both ranks."""
     texts = []
     for model in (converted(kind), converted(kind)):
         if not texts:
@@ -276,7 +276,7 @@ def test_gradient_checkpointing(ranks: RankPools, kind: str, reentrant: bool) ->
 
 
 def test_reductions_in_float8(ranks: RankPools) -> None:
-    """Of each block the output, and the gradient of the input; embedding and head reduce-scatter."""
+    """Blocks send outputs and input gradients in float8; embedding and head use reduce-scatters."""
     for found in ranks(2).run(step, "llama", reduce_transport="float8"):
         assert 20 < found.logits < 60
         assert found.gradient > 19
@@ -286,13 +286,13 @@ def test_reductions_in_float8(ranks: RankPools) -> None:
 def test_loss_parallel(ranks: RankPools) -> None:
     for found in ranks(2).run(step, "llama", loss_parallel=True):
         check("llama", found)
-        # Not those of the logits.
+        # The logits are not gathered.
         assert found.gathers == gathers_of("llama") | {"float32": 2}
 
 
 @on_ranks(2)
 def test_model_without_a_head() -> None:
-    """And with embeddings that the user gives."""
+    """Also with embeddings as inputs."""
     for length in (16, 15):
         model, twin = planned(converted("llama_base"), device_mesh(tp=2)), converted("llama_base")
         ids = batch(0, length=length)
@@ -309,7 +309,7 @@ def test_model_without_a_head() -> None:
 
 
 def show(plan: dict[str, ParallelStyle]) -> dict[str, Any]:
-    """Name and layouts of each style."""
+    """The name and layouts of each style in a plan."""
     layouts = ("input_layouts", "output_layouts")
     return {
         name: (type(style).__name__, *(vars(style).get(key) for key in layouts))
@@ -340,7 +340,7 @@ def test_routed_experts_are_warned_of() -> None:
 
 @pytest.mark.parametrize("kind", ["llama_tied", "qwen3", "phi3"])
 def test_plans_that_transformers_4_declares(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without embedding, head and norms of heads; every name twice; other names of styles."""
+    """They lack embedding, head and norms of heads, repeat names, and call styles otherwise."""
     names = {"colwise_gather_output": "colwise_rep", "rowwise_split_input": "rowwise_rep"}
     model = build(kind)
     expected = show(hf_tp_plan(model))
@@ -363,7 +363,7 @@ def test_tied_head_that_the_model_does_not_declare(monkeypatch: pytest.MonkeyPat
 
 
 def refused(model: nn.Module, **options: Any) -> list[str]:
-    """The lines between the first and the last: what hf_tp_plan does not know of a model."""
+    """The lines of an error of hf_tp_plan that list unknown modules, without the first and last."""
     first, *lines, last = raised(
         NotImplementedError, lambda: hf_tp_plan(model, **options)
     ).splitlines()
@@ -402,8 +402,8 @@ def test_unknown_modules() -> None:
     model.model.layers[0].adapter = nn.Linear(64, 64)
     model.model.layers[0].gain = nn.Parameter(torch.ones(64))
     model.model.layers[1].mlp.gain = nn.Linear(64, 1)
-    model.model.layers[1].mlp.norm = nn.RMSNorm(128)  # of features that are divided
-    model.model.layers[1].self_attn.v_norm = nn.RMSNorm(64)  # of all heads
+    model.model.layers[1].mlp.norm = nn.RMSNorm(128)  # over features that are divided
+    model.model.layers[1].self_attn.v_norm = nn.RMSNorm(64)  # over all heads
     model.model.projection = nn.Linear(64, 64)
     model.projector = nn.Linear(64, 64)
     model._tp_plan["projector"] = "rowwise"
@@ -421,7 +421,7 @@ model.layers.*.adapter: a Linear without a style
 model.projection: a Linear beside the layers
 projector: the style 'rowwise' outside of the layers""",
     )
-    # Of a whole stream, every rank finds the whole gradient of what is not divided.
+    # Without SP, every rank computes the full gradient of modules that are not divided.
     assert refused(model, sequence_parallel=False) == [*lines[:5], lines[8]]
 
 

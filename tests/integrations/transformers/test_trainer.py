@@ -1,4 +1,4 @@
-"""Float8Callback in transformers' Trainer; accelerate's plain loop. Two gloo ranks."""
+"""Float8Callback in transformers' Trainer, and accelerate's plain loop, on two gloo ranks."""
 
 import importlib
 import warnings
@@ -45,9 +45,9 @@ def trained_and_resumed(
     adapters: bool = False,
     **arguments: Any,
 ) -> dict[str, Any]:
-    """Six steps; the last three again from the checkpoint, with a model of other weights.
+    """Train six steps; repeat the last three from a checkpoint, in a model with other weights.
 
-    adapters: of LoRA, on a frozen base, which is not in the checkpoint.
+    adapters: use LoRA adapters on a frozen base, which is not in the checkpoint.
     """
 
     def model(seed: int) -> Any:
@@ -77,7 +77,7 @@ def trained_and_resumed(
 
 BF16 = {"bf16": True, "dtype": torch.bfloat16}
 LARGE = FSDP | {"fsdp_config": FSDP["fsdp_config"] | LARGER}
-# The arguments, and how far the losses are from those of one process.
+# By name: the arguments, and the largest distance of losses from one process, if compared.
 RUNS: dict[str, tuple[dict[str, Any], float | None]] = {
     "FSDP2": (FSDP, 2e-3),
     # accelerate upcasts the weights, moves them to the meta device, and loads them again.
@@ -99,11 +99,11 @@ def test_training_and_resuming(ranks: RankPools, tmp_path: Path, name: str) -> N
     assert not any("lora_" in layer or "lm_head" in layer for layer in found["layers"])
     assert found["warnings"] == []
     if "delayed" not in name:
-        # Of two micro-batches; none under DDP.
+        # For two micro-batches; none with DDP.
         assert found["float8 gathers"] == [(8, 294_912) if name == "FSDP2" else (0, 0)] * 6
     if "DDP" not in name:
         assert found["amax messages"] == [1] * 6
-    if distance is not None:  # the others keep shards, or a checkpoint of adapters
+    if distance is not None:  # others save shards, or only adapters
         assert found["losses"]["loss"] == pytest.approx(one_process(), abs=distance)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
         assert not float8_layers(model)
@@ -156,7 +156,7 @@ def test_what_is_refused_on_ranks(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def test_back_ends_that_are_refused() -> None:
-    """By what accelerate says of them: none of the three runs on CPUs."""
+    """The back ends are faked in accelerate's state, because none of the three runs on CPUs."""
     cases: list[tuple[dict[str, Any], int, str]] = [
         ({"deepspeed_plugin": object()}, 1, "the Trainer uses DeepSpeed; use FSDP2"),
         ({"fsdp_plugin": SimpleNamespace(fsdp_version=1)}, 1, "the Trainer uses FSDP1; set fsdp"),
@@ -196,7 +196,7 @@ def test_what_is_refused_when_training_begins(tmp_path: Path) -> None:
         two = [Float8Callback(), Float8Callback()]
         check("has 2 of these callbacks", one_rank(tmp_path, model=llama(), callbacks=two))
 
-        # An optimizer that was made before the conversion goes on.
+        # An optimizer that was created before the conversion still works.
         model = llama()
         optimizers = (torch.optim.SGD(model.parameters(), lr=1e-3), None)
         callbacks = [Float8Callback(GATHERED)]
@@ -204,7 +204,7 @@ def test_what_is_refused_when_training_begins(tmp_path: Path) -> None:
 
 
 def warnings_of(folder: str) -> list[list[str]]:
-    """Those of the callback, in two trainings one after the other, by arguments."""
+    """The callback's warnings in two consecutive trainings, for each set of arguments."""
     found = []
     for arguments in (FSDP, {}):
         with launched(), all_warnings() as texts:
@@ -221,7 +221,7 @@ def test_what_is_warned_of_once(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def test_scales_follow_skipped_steps_too(tmp_path: Path) -> None:
-    """As those of a GradScaler: no hook of the optimizer runs, and DELAYED scales need a sync."""
+    """If a GradScaler skips a step, optimizer hooks don't run, but DELAYED scales need a sync."""
     config = Float8LinearConfig.from_recipe_name("delayed")
     model = llama()
     with launched():

@@ -1,4 +1,4 @@
-"""The code of docs/transformers.md, and the example, run as they stand on gloo ranks."""
+"""The code of docs/transformers.md and the example run unchanged on gloo ranks."""
 
 import os
 import re
@@ -31,7 +31,7 @@ TENSOR_PARALLEL = LOOP.replace(
 
 
 def run_block(code: str, folder: str) -> dict[str, Any]:
-    """What a block has made of its model, and whether the checkpoint that it wrote is the model."""
+    """Run a block; return facts about its model, and whether the checkpoint equals the model."""
     code = code.replace("bf16=True,", "bf16=True, max_steps=2, report_to=[], disable_tqdm=True,")
     scope: dict[str, Any] = {
         "model": llama(),
@@ -71,7 +71,7 @@ def run_block(code: str, folder: str) -> dict[str, Any]:
         pytest.param(TRAINER, 2, 2, 0, id="Trainer"),
         pytest.param(ACCELERATE, 2, 2, 0, id="accelerate"),
         pytest.param(LOOP, 2, 2, 0, id="FSDP2"),
-        pytest.param(TENSOR_PARALLEL, 4, 6, 8, id="tensor parallelism"),  # of inputs too
+        pytest.param(TENSOR_PARALLEL, 4, 6, 8, id="tensor parallelism"),  # also of inputs
         pytest.param(DISTRIBUTED, 2, 2, 14, id="distributed"),  # before the first step
     ],
 )
@@ -127,4 +127,4 @@ def test_the_example_trains_and_resumes(ranks: RankPools, tmp_path: Path) -> Non
     assert {"checkpoint-2", "checkpoint-6", "final"} <= set(os.listdir(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     tokens = transformers_trainer.pieces([PAGE])[0]["input_ids"][None]
-    assert model(input_ids=tokens, labels=tokens).loss < 5.4  # of log(256) = 5.55
+    assert model(input_ids=tokens, labels=tokens).loss < 5.4  # log(256) = 5.55

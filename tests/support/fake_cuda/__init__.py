@@ -1,7 +1,7 @@
-"""A CUDA device without a GPU: what eager code, FSDP2, TP and compilers would do there.
+"""A fake CUDA device, which shows what eager code, FSDP2, TP and compilers would do on a GPU.
 
-Tensors are fake (shapes, strides, devices, no data) and on "cuda". A small device guard answers
-where torch would ask the driver (``guard.cpp``), so that it works in a build for CPUs. The guard
-must be loaded before torch is imported, hence in a process of its own (:mod:`.process`). Dispatch
-modes tell what would happen: :mod:`.counter` counts kernels and bytes.
+Tensors are fake (shapes, strides, devices, no data) and on "cuda". A small device guard
+(``guard.cpp``) answers in place of the driver, so that this works in a CPU build of torch. The
+guard must be loaded before torch is imported, so it needs its own process (:mod:`.process`).
+Dispatch modes record what would happen; :mod:`.counter` counts kernels and bytes.
 """

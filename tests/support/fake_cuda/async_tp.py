@@ -1,6 +1,6 @@
-"""Async tensor parallelism of a compiled Llama block on fake CUDA devices; called in their process.
+"""Async tensor parallelism of a compiled Llama block, to be run in a process of fake CUDA devices.
 
-torch.compile then fuses gathers and reduce-scatters with GEMMs, which makes their parts overlap.
+torch.compile fuses gathers and reduce-scatters with GEMMs, so that parts of them overlap.
 """
 
 import warnings
@@ -36,7 +36,7 @@ _COUNTED = {
 
 
 class Fusions(NamedTuple):
-    """What was fused in the graphs of the forward and the backward, and the warnings."""
+    """Counts of fused operators in the graphs of forward and backward, and the warnings."""
 
     forward: dict[str, int]
     backward: dict[str, int]
@@ -44,7 +44,7 @@ class Fusions(NamedTuple):
 
 
 def count_fusions() -> Fusions:
-    """Compile a block under tensor and sequence parallelism, and count what torch's pass fuses."""
+    """Compile a block under tensor and sequence parallelism, and count the fusions of torch."""
     mesh, mode, found = meshes(tp=RANKS)["tp"], FakeCudaMode(), []
     config = LlamaConfig(512, 1, 16, 8, 1024, vocab_size=256, max_seq_len=32)
     dtype = torch.get_default_dtype()
@@ -57,7 +57,7 @@ def count_fusions() -> Fusions:
         torch.set_default_dtype(dtype)
     convert_to_float8_training(model)
     apply_tp_plan(model, mesh, llama_tp_plan(model))
-    for parameter in model.parameters():  # a graph takes no fake tensor that holds a real one
+    for parameter in model.parameters():  # graphs don't take fake tensors that wrap real ones
         if isinstance(parameter, DTensor):
             set_dtensor_local(parameter, KnownWeight.unwrap(local_tensor(parameter)))
 

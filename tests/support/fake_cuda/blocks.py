@@ -1,4 +1,4 @@
-"""Blocks of Llama 8B under FSDP2 on fake CUDA devices; called in their process."""
+"""Blocks of Llama 8B under FSDP2, to be run in a process of fake CUDA devices."""
 
 import dataclasses
 from unittest.mock import patch
@@ -18,11 +18,11 @@ from scripts.common.llama import MODELS, Block, rope_tables
 from scripts.common.models import after_step, convert
 from scripts.common.recipes import BF16
 
-SEQUENCE = 16  # tokens, where their number does not matter
+SEQUENCE = 16  # tokens, for cases where their number does not matter
 
 
 class Blocks(nn.Module):
-    """Some blocks, without embedding and head."""
+    """Transformer blocks, without embedding and head."""
 
     def __init__(self, blocks: int, sequence: int) -> None:
         super().__init__()
@@ -39,15 +39,15 @@ class Blocks(nn.Module):
 def flash_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, enable_gqa: bool
 ) -> torch.Tensor:
-    """The kernel that torch chooses on such a device. (A build for CPUs chooses others.)"""
+    """The attention kernel that torch chooses on a GPU. (A CPU build chooses another.)"""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
 def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
-    """A candidate's third step, without what follows the backward.
+    """Count forward and backward of a candidate's third step.
 
-    (The second, the first one after an update, copies tables of addresses to the device.) Each of
-    `RANKS` ranks has one sequence; FSDP2 shards over all.
+    (The second step, the first after an update, also copies tables of addresses to the device.)
+    Each of `RANKS` ranks has one sequence, and FSDP2 shards over all ranks.
     """
     mesh = meshes(dp=RANKS)["dp"]
     with fake_tensors(), patch.object(F, "scaled_dot_product_attention", flash_attention):
@@ -65,7 +65,7 @@ def count_blocks(name: str, blocks: int, sequence: int) -> Counts:
 
 
 def count_compiled_block(name: str, sequence: int) -> Counts:
-    """Count one block on one device, compiled by Inductor, in a step whose weights have changed."""
+    """Count a step of one block, compiled by Inductor, on one device, after a change of weights."""
     torch._dynamo.reset()
     mode, counter = FakeCudaMode(), KernelCounter()
     size, dtype = (1, sequence, MODELS["8b"].dim), torch.get_default_dtype()
@@ -99,7 +99,7 @@ def count_update(name: str, blocks: int) -> Counts:
     mesh = meshes(dp=RANKS)["dp"]
     with fake_tensors(), patch.object(F, "scaled_dot_product_attention", flash_attention):
         model = _sharded(name, blocks, SEQUENCE, mesh)
-        with torch.no_grad():  # FSDP2 sets itself up
+        with torch.no_grad():  # initializes FSDP2
             size = (1, SEQUENCE, MODELS["8b"].dim)
             model(torch.empty(size, device="cuda", dtype=torch.bfloat16))
         for _ in range(2):
@@ -109,7 +109,7 @@ def count_update(name: str, blocks: int) -> Counts:
 
 
 def _sharded(name: str, blocks: int, sequence: int, mesh: DeviceMesh) -> Blocks:
-    """A candidate's blocks under FSDP2; delayed scales have a history already."""
+    """A candidate's blocks under FSDP2. Histories of delayed scales are filled."""
     with torch.device("cuda"):
         model = Blocks(blocks, sequence)
     convert(name, model, shard=True)

@@ -1,12 +1,12 @@
-"""Counts the kernels that eager code launches, and the bytes that they move.
+"""Count the kernels that eager code launches, and the bytes that they move.
 
-A *kernel* is one launch on the device: of an operator that computes or copies, or of a Triton
-kernel. Views and allocations launch nothing. Operators that are known to launch several kernels
-count several times (:func:`_launches_of`). Its *bytes* are those of the tensors that it reads and
-writes, each once, as if nothing stayed in a cache. Collectives are counted apart.
+A *kernel* is one launch on the device, by an operator that computes or copies, or by Triton. Views
+and allocations launch nothing. Operators that are known to launch several kernels count several
+times (:func:`_launches_of`). The *bytes* of a kernel are those of the tensors that it reads and
+writes, each counted once, as if there were no cache. Collectives are counted separately.
 
-Custom operators of the library count as what their CUDA implementation does. Triton kernels are
-not run: a launch counts as reading or writing each of its tensor arguments once.
+For custom operators of the library, the launches of their CUDA implementation are counted. Triton
+kernels do not run; each tensor argument of a launch counts as read or written once.
 """
 
 import math
@@ -28,18 +28,18 @@ GROUPED_GEMMS = ("_grouped_mm", "_scaled_grouped_mm")
 REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_foreach_norm")
 COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-# What makes the host wait for the device. (Copies that block do, too.)
+# Operators that make the host wait for the device. (Blocking copies do, too.)
 _READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
-_LARGE = 2**20  # bytes; below, a launch takes longer than the data
-# torch's multi-tensor kernels: elements of a chunk, and chunks of one launch; tensors of one launch
-# by the number of lists.
+_LARGE = 2**20  # bytes; for less data, the launch dominates
+# Limits of torch's multi-tensor kernels: elements per chunk, chunks per launch, and tensors per
+# launch by the number of lists.
 _CHUNK, _CHUNKS, _TENSORS = 65536, 320, (110, 64, 48, 36, 30)
 
 
 def rewrites_ops(types: Iterable[type]) -> bool:
-    """Whether one of these tensor types replaces an op by others, which a mode sees in its place.
+    """Whether a tensor type replaces an op with others, which a mode then sees instead.
 
-    A mode returns NotImplemented then. Fake tensors, which DTensor asks for shapes, do not count.
+    The mode then returns NotImplemented. FakeTensor, which DTensor uses for shapes, does not count.
     """
     return any(
         kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -49,16 +49,16 @@ def rewrites_ops(types: Iterable[type]) -> bool:
 
 
 class Kernel(NamedTuple):
-    """A launch, or several of one operator.
+    """A launch, or several launches of one operator.
 
     Attributes:
-        name: of the operator or the Triton kernel.
+        name: the name of the operator or Triton kernel.
         kind: "gemm", "reduction", "transposing copy", "elementwise", "tiny" (less than 1 MiB).
-        launches: how many.
+        launches: the number of launches.
         read, written: bytes.
-        flops: of a GEMM.
-        precision: of a GEMM: "bf16" (any that is not float8), "float8", "float8 fast" (with fast
-            accumulation).
+        flops: the FLOPs of a GEMM.
+        precision: for a GEMM, "bf16" (any that is not float8), "float8", or "float8 fast" (with
+            fast accumulation).
     """
 
     name: str
@@ -77,13 +77,13 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Counts:
-    """Work of the device.
+    """The work of the device.
 
     Attributes:
-        kernels: in the order of their launch.
-        collectives: by name.
-        syncs: each time the host had to wait for the device, with the reason.
-        problems: what the device's float8 GEMM would refuse of its operands, and NCCL.
+        kernels: the kernels, in the order of their launches.
+        collectives: the number of collectives by name.
+        syncs: a reason for each time that the host had to wait for the device.
+        problems: arguments that the device's float8 GEMM, or NCCL, would refuse.
     """
 
     kernels: list[Kernel] = field(default_factory=list)
@@ -93,12 +93,12 @@ class Counts:
 
     @property
     def launches(self) -> int:
-        """Number of launched kernels, GEMMs included."""
+        """The number of launched kernels, including GEMMs."""
         return sum(kernel.launches for kernel in self.kernels)
 
     @property
     def bytes_besides_gemms(self) -> int:
-        """Bytes that all kernels but the GEMMs move."""
+        """The bytes that all kernels except GEMMs move."""
         return sum(kernel.bytes for kernel in self.kernels if kernel.kind != "gemm")
 
     def by_kind(self, kind: str) -> list[Kernel]:
@@ -107,7 +107,7 @@ class Counts:
 
 
 class KernelCounter(TorchDispatchMode):
-    """Counts what runs on fake CUDA tensors while it is entered, in ``counts``."""
+    """A mode that counts, in ``counts``, the work on fake CUDA tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class KernelCounter(TorchDispatchMode):
         return result
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A custom operator: the implementation that the dispatcher would run on the device."""
+        """Run a custom operator by the implementation that the dispatcher would choose."""
         keys = torch._C.DispatchKey
         key = keys.CUDA if args[0].is_cuda else keys.CPU
         with self:
@@ -194,7 +194,7 @@ def _is_cuda(leaf: Any) -> bool:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements in memory: expanded dims count once."""
+    """The bytes of a tensor in memory, without copies in expanded dims."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return math.prod(size for size, stride in pairs if stride or not size) * tensor.itemsize
 
@@ -202,10 +202,10 @@ def _bytes(tensor: torch.Tensor) -> int:
 def traffic(
     func: Any, args: Any, kwargs: Any, result: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an operator reads alone, writes, and reads before it writes them."""
+    """The tensors that an operator only reads, only writes, and both reads and writes."""
     schema = func._schema
     if schema.name == "fsdp::all_gather_copy_in":
-        # Its schema does not say that it writes: this rank's part of the gathered data.
+        # Its schema does not show that it writes this rank's part of the all-gather buffer.
         return list(args[0]), [result[0]], []
     reads: list[torch.Tensor] = []
     mutated: list[torch.Tensor] = []
@@ -250,7 +250,7 @@ def _kind(name: str, reads: Any, writes: Any, size: int) -> str:
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
-    """The dims of a tensor as they follow each other in memory, the slowest first."""
+    """The dims of a tensor in memory order, the slowest first."""
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     return sorted(dims, key=tensor.stride, reverse=True)
 
@@ -260,11 +260,11 @@ def _launches_of(name: str, args: Any) -> int:
         return 2  # fills all, then copies
     if name.startswith("_foreach_"):
         lists = [a for a in args if isinstance(a, list | tuple) and a and _is_cuda(a[0])]
-        new = not name.endswith("_") and name != "_foreach_norm"  # a list of results as large
+        new = not name.endswith("_") and name != "_foreach_norm"  # also writes a list of results
         most = _TENSORS[len(lists) - 1 + new]
         chunks = sum(-(-t.numel() // _CHUNK) for t in lists[0])
         launches = max(-(-chunks // _CHUNKS), -(-len(lists[0]) // most))
-        # Norms of chunks are added up by another kernel.
+        # A second kernel sums the norms of chunks.
         return launches + (-(-len(lists[0]) // most) if name == "_foreach_norm" else 0)
     if name == "_fused_rms_norm_backward":
         return 2

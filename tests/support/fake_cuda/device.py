@@ -1,4 +1,4 @@
-"""Answers of torch.cuda in a process with the guard, and tensors on its device."""
+"""torch.cuda's functions for the fake device, and fake tensors on it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,7 +18,7 @@ from fp8_dist.kernels.cuda import gemm
 from fp8_dist.scaling import dense
 from scripts.plan.world import HostValues
 
-# Of an H200, as far as libraries ask.
+# The properties of an H200 that libraries read.
 _PROPERTIES = SimpleNamespace(
     name="fake CUDA device",
     type="cuda",
@@ -37,18 +37,18 @@ _PROPERTIES = SimpleNamespace(
 )
 
 
-# Operators with a kernel for the device and a composite implementation, which a build for CPUs
-# would take instead.
+# Operators with both a CUDA kernel and a composite implementation. A CPU build would use the
+# latter.
 _WITH_KERNELS = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")
 _ATEN = torch.library.Library("aten", "IMPL")
 
 
 class _Device(nullcontext[None]):
-    """Stands for ``torch.cuda.device``: the one device is always the current one."""
+    """A replacement of ``torch.cuda.device``; the only device is always current."""
 
 
 def pretend() -> None:
-    """Makes torch.cuda answer for a device of compute capability 9.0, for good."""
+    """Patch torch.cuda permanently, for a device of compute capability 9.0."""
     answers: dict[str, Any] = {
         "current_device": lambda: 0,
         "device": _Device,
@@ -73,18 +73,18 @@ def pretend() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-        if hasattr(CudaInterface, name):  # what compilers ask
+        if hasattr(CudaInterface, name):  # used by compilers
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
-    dense.stores_transposed = lambda device: True  # (Triton's own ptxas may be too old for that.)
-    gemm.device_kind = lambda device: "hopper"  # (A build for CPUs has no version of CUDA.)
-    # (Another function: dynamo has a table of the two.)
+    dense.stores_transposed = lambda device: True  # (Otherwise this depends on Triton's ptxas.)
+    gemm.device_kind = lambda device: "hopper"  # (A CPU build has no CUDA version.)
+    # (A separate function, because dynamo has both in a table.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     for name in _WITH_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             _ATEN.impl(name, _never_called, "CUDA")
-    # What would make a first tensor on the device.
+    # This would create a real tensor on the device.
     fake_tensor.init_gpu_context = lambda device: None
     intercept_launches()
 
@@ -96,7 +96,7 @@ def _never_called(*args: Any) -> None:
 class FakeCudaMode(FakeTensorMode):
     """A mode for fake tensors on the device."""
 
-    # torch.tensor(..., device="cuda") is a tensor on the CPU, which is then copied.
+    # torch.tensor(..., device="cuda") then makes a CPU tensor, which is copied.
     avoid_device_init = True
 
     def __init__(self) -> None:
@@ -105,12 +105,12 @@ class FakeCudaMode(FakeTensorMode):
 
 @contextmanager
 def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
-    """Tensors are fake, and the library takes them, under dispatch modes too, for real ones.
+    """Make tensors fake, and let the library treat them as plain tensors, even under modes.
 
-    So it goes the ways of eager code that nothing observes: no dispatcher between it and its own
-    operators, one cast for layers that share an input. (Graphs can't be compiled in here.)
+    So it takes the same paths as in eager code without modes: it calls its own operators without
+    the dispatcher, and layers that share an input share a cast. (Graphs can't be compiled here.)
 
-    mode: the one of tensors that are there already.
+    mode: the mode of existing fake tensors.
     """
     plain = (*torch_internals._PLAIN, FakeTensor)
     mode = mode or FakeCudaMode()
@@ -124,7 +124,7 @@ def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
 
 
 class _ValuesOnHost(HostValues):
-    """Tensors on the CPU keep their values; what is made on the device has none."""
+    """Tensors on the CPU have values; tensors that are made on the device have none."""
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: Any = (), kwargs: Any = None
@@ -132,9 +132,9 @@ class _ValuesOnHost(HostValues):
         if func is torch.ops.aten._pin_memory.default:
             return args[0]  # fake tensors can't be pinned
         if func is torch.ops.aten.record_stream.default:
-            return None  # nor recorded
+            return None  # fake tensors don't support it
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1  # some value that the host reads
+            return 1.0 if args[0].is_floating_point() else 1  # an arbitrary value
         device = (kwargs or {}).get("device")
         if device is not None and torch.device(device).type == "cuda":
             return func(*args, **kwargs)

@@ -1,7 +1,7 @@
-"""CPU time in which a layer's step launches its kernels, without the driver; for a process.
+"""The CPU time in which a layer's step launches its kernels, without the time of the driver.
 
-Tensors are real ones here, without memory (``kernels.cpp``), as fake tensors take longer than what
-is measured. Call it in a process of its own, whose fake CUDA device then stays so.
+Tensors here are real but have no memory (``kernels.cpp``), because the overhead of fake tensors
+would dominate. Call it in a process of its own: the changes to the fake CUDA device are permanent.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _COMPILED, _IN_GRAPH = ", compiled", ", in a graph"
 class Dispatched(NamedTuple):
     """CPU seconds of a layer's forward and backward.
 
-    ``compiled``: by torch.compile, alone. ``in_graph``: as one of several in one graph.
+    ``compiled``: in a compiled graph of its own. ``in_graph``: in a graph of several layers.
     """
 
     eager: float
@@ -40,11 +40,10 @@ class Dispatched(NamedTuple):
 def seconds_to_dispatch(
     names: Sequence[str], shape: LayerShape, turns: int, layers_of_graph: int
 ) -> dict[str, Dispatched]:
-    """Median CPU seconds of each candidate's forward and backward, with a weight that has changed.
+    """Median CPU seconds of each candidate's forward and backward, after a change of the weight.
 
-    Triton's code for launches is included, the driver's is not. Beside the candidates there is
-    ``KERNELS_ALONE``, in eager code: an autograd function that launches what "tensorwise" does, and
-    does nothing else.
+    Triton's launch code is included, the driver is not. The result also has ``KERNELS_ALONE``: an
+    eager autograd function that launches the kernels of "tensorwise" and does nothing else.
     """
     ctypes.CDLL(str(built("kernels.cpp")))
     launch_nothing()
@@ -56,7 +55,7 @@ def seconds_to_dispatch(
         graph = _Graph([_layer(name, shape) for _ in range(layers_of_graph)])
         timed[name + _IN_GRAPH] = Timed(graph.run, graph.change_weights)
     options = argparse.Namespace(repeat=turns, clock="cpu", device="cpu")
-    # The graphs of all candidates are of one function.
+    # The graphs of all candidates belong to one function.
     one_function = torch._dynamo.config.patch(recompile_limit=len(names) + 1)
     with compiled_code_launches_nothing(), one_function:
         found = medians(timed, options, warm_up=2, calls=20, description="dispatch")
@@ -73,7 +72,7 @@ def _compiled(layer: Layer) -> Layer:
 
 
 class _Graph:
-    """Layers with an input each, compiled as one graph."""
+    """Layers, each with its own input, compiled as one graph."""
 
     def __init__(self, layers: list[Layer]) -> None:
         self._layers = layers

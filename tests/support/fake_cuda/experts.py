@@ -1,4 +1,4 @@
-"""A layer of experts on the fake CUDA device; called in its process."""
+"""A layer of experts, to be run in the process of a fake CUDA device."""
 
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ from scripts.common.recipes import BF16
 
 
 class ExpertsShape(NamedTuple):
-    """Shape of a layer of experts; the default is the first one of Qwen3-30B-A3B's experts."""
+    """The shape of a layer of experts; the default is the first one of Qwen3-30B-A3B's experts."""
 
     experts: int = 128
-    rows: int = 512  # of each expert, about: one has a row more, another a row less
+    rows: int = 512  # per expert; one expert has one row more, another one row less
     in_features: int = 2048
     out_features: int = 1536
 
@@ -27,9 +27,9 @@ def count_experts(
     shape: ExpertsShape,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Counts:
-    """Forward and backward of experts, in a recipe or in bf16, with a weight that has changed.
+    """Count forward and backward of experts, in a recipe or in bf16, after a change of the weight.
 
-    ``dtype``: of the weight. The groups are known on the host.
+    ``dtype``: the dtype of the weight. The sizes of groups are known on the host.
     """
     experts, rows, k, n = shape
     counts = [rows] * experts

@@ -1,7 +1,7 @@
-"""Launches of Inductor's code: its wrapper runs on the fake CUDA device, its kernels don't.
+"""Run the wrapper code of Inductor on the fake CUDA device, without its kernels.
 
-Inductor generates the code that it would generate for the device. Of that code the Python wrapper
-runs, which allocates buffers and calls kernels, GEMMs and custom operators in their order.
+Inductor generates the same code as for a GPU. Of that code only the Python wrapper runs, which
+allocates buffers, and calls kernels, GEMMs and custom operators in order.
 """
 
 import re
@@ -27,9 +27,9 @@ Call = Callable[[list[Any]], Any]
 
 @contextmanager
 def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iterator[None]:
-    """Makes Inductor's graphs, compiled in here, run on tensors of a mode and count what they do.
+    """Make graphs that Inductor compiles in the block run on a mode's tensors, and count them.
 
-    What runs between graphs is not counted.
+    Eager code between graphs is not counted.
     """
 
     def counted(code: str) -> Call:
@@ -47,9 +47,9 @@ def compiled_code_is_counted(mode: FakeCudaMode, counter: KernelCounter) -> Iter
 
 @contextmanager
 def compiled_code_launches_nothing() -> Iterator[None]:
-    """Makes Inductor's graphs, compiled in here, run on tensors without memory.
+    """Make graphs that Inductor compiles in the block run on tensors of ``kernels.cpp``.
 
-    (Those of ``kernels.cpp``.)
+    These have no memory.
     """
 
     def wrapper(code: str) -> Call:
@@ -67,11 +67,11 @@ def compiled_code_launches_nothing() -> Iterator[None]:
 def inductor_for_the_device(
     wrapper: Callable[[str], Call], kernel: Callable[..., Any]
 ) -> Iterator[None]:
-    """Makes Inductor compile for the fake device.
+    """Make Inductor compile for the fake device.
 
     Args:
-        wrapper: the function that runs a graph, from the code that was generated for it.
-        kernel: stands for ``AsyncCompile.triton``.
+        wrapper: makes the function that runs a graph from the generated code.
+        kernel: the replacement of ``AsyncCompile.triton``.
     """
 
     def compile_to_module(self: GraphLowering) -> Any:
@@ -85,10 +85,10 @@ def inductor_for_the_device(
         enter(torch._inductor.config.patch(options))
         enter(torch._functorch.config.patch(enable_autograd_cache=False))
         enter(patch.object(GraphLowering, "compile_to_module", compile_to_module))
-        # Patterns of attention and dropout, which are traced on real tensors of the device.
+        # Leave out patterns of attention and dropout, which are traced on real CUDA tensors.
         enter(patch.object(joint_graph, "lazy_init", lambda *args: None))
         enter(patch.object(post_grad, "lazy_init", lambda *args: None))
-        # Of this pass, what computes constants would run on the device.
+        # Replace the part of this pass that would compute constants on the device.
         folded = "constant_fold_uniform_value"
         enter(patch.object(joint_graph, folded, joint_graph.remove_redundant_views))
         raw_stream = "_cuda_getCurrentRawStream"
@@ -120,7 +120,7 @@ def _kernel(self: AsyncCompile, name: str, source: str, device_str: str = "cuda"
 
 
 class _ExternKernels:
-    """torch's GEMMs, with results of their own: some can't write to a fake ``out``."""
+    """torch's GEMMs without ``out``, because some can't write to a fake tensor."""
 
     def __getattr__(self, name: str) -> Any:
         kernel = getattr(extern_kernels, name)
@@ -128,7 +128,7 @@ class _ExternKernels:
 
 
 def executed(code: str) -> dict[str, Any]:
-    """What generated code defines."""
+    """Execute generated code, and return the names that it defines."""
     names: dict[str, Any] = {"__name__": "generated"}
     exec(compile(code, "<Inductor>", "exec"), names)
     return names

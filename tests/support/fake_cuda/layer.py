@@ -1,4 +1,4 @@
-"""One linear layer on the fake CUDA device; called in its process."""
+"""One linear layer, to be run in the process of a fake CUDA device."""
 
 from typing import NamedTuple
 from unittest.mock import patch
@@ -18,7 +18,7 @@ from scripts.common.candidates import linear_of
 
 
 class LayerShape(NamedTuple):
-    """Shape of a layer and its input; the default is the first layer of Llama 8B's feed-forward."""
+    """The shape of a layer and its input; the default is w1 of Llama 8B."""
 
     rows: int = 8192
     in_features: int = 4096
@@ -26,13 +26,13 @@ class LayerShape(NamedTuple):
 
 
 def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Layer:
-    """A candidate's layer in bf16, without bias; delayed scales have a history already."""
+    """A candidate's layer in bf16, without bias. Histories of delayed scales are filled."""
     rows, k, n = shape
     with mode, torch.device("cuda"):
         linear = nn.Linear(k, n, bias=False, dtype=torch.bfloat16)
         x = torch.empty(rows, k, dtype=torch.bfloat16, requires_grad=True)
         grad = torch.empty(rows, n, dtype=torch.bfloat16)
-    # Not under the mode: the handles by which graphs ask a layer for its scales have values.
+    # Not under the mode, because the handles that identify a layer in graphs need values.
     module = linear_of(name, linear)
     if isinstance(module, Float8Linear):
         with mode:
@@ -42,9 +42,9 @@ def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Laye
 
 
 def count_layer(name: str, shape: LayerShape, gemm_of: str = "hopper") -> Counts:
-    """Forward and backward of a candidate's layer whose weight an update has changed.
+    """Count forward and backward of a candidate's layer after a change of its weight.
 
-    ``gemm_of``: the device whose GEMMs with scales of blocks there are: "hopper" or "blackwell".
+    ``gemm_of``: the device whose GEMMs with block scales are available: "hopper" or "blackwell".
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
@@ -58,7 +58,7 @@ def count_layer(name: str, shape: LayerShape, gemm_of: str = "hopper") -> Counts
 
 
 def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
-    """The same compiled by Inductor, in the second step, with a weight that has changed."""
+    """Count the second step of the layer compiled by Inductor, after a change of its weight."""
     torch._dynamo.reset()
     mode, counter = FakeCudaMode(), KernelCounter()
     layer = layer_on_fake_cuda(name, shape, mode)
@@ -74,7 +74,7 @@ def count_compiled_layer(name: str, shape: LayerShape) -> Counts:
 
 
 def count_packed_weight(shape: LayerShape) -> Counts:
-    """A weight that is cast to MXFP4 and packed, and unpacked once it is gathered."""
+    """Count the cast of a weight to packed MXFP4, and the unpacking after a gather."""
     with fake_tensors(), torch.device("cuda"):
         weight = torch.empty(shape.out_features, shape.in_features, dtype=torch.bfloat16)
         data = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
@@ -89,7 +89,7 @@ def count_packed_weight(shape: LayerShape) -> Counts:
 def count_frozen_layer(
     name: str, shape: LayerShape, is_stored: bool, gemm_of: str = "hopper"
 ) -> Counts:
-    """The second forward and backward of a layer whose weight is frozen, and may be stored."""
+    """Count the second step of a layer with a frozen weight, which may be stored in float8."""
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
     with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):

@@ -1,20 +1,20 @@
-"""Requirements of cuBLASLt and CUTLASS on the operands of a float8 GEMM."""
+"""The requirements of cuBLASLt and CUTLASS for the operands of float8 GEMMs."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-ALIGNMENT = 16  # bytes, which are elements of float8 data
+ALIGNMENT = 16  # in bytes, which equal elements of float8 data
 
 
 def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
-    """Problems of the arguments of ``aten::_scaled_mm``; empty if there are none.
+    """List violated requirements for the arguments of ``aten::_scaled_mm``.
 
-    The data: ``a`` row-major, ``b`` column-major, dims, leading dims and addresses multiples of 16
-    bytes. The scales: fp32, one for all, or one for each row of ``a`` and each column of ``b``,
-    contiguous, with stride 1 along the last dim (which some releases of torch want of a dim of one
-    element, too), and with a bf16 output.
+    Data: ``a`` must be row-major and ``b`` column-major; dims, leading dims and addresses must be
+    multiples of 16 bytes. Scales: fp32 and contiguous, one per tensor, or one per row of ``a`` and
+    per column of ``b``. The latter need a bf16 output, and stride 1 along the last dim (in some
+    releases of torch even if that dim has one element).
     """
     a, b = given["self"], given["mat2"]
     problems = _matrix_problems("a", a) + _matrix_problems("b", b.t())
@@ -36,7 +36,7 @@ def scaled_mm_problems(given: Mapping[str, Any]) -> list[str]:
 
 
 def block_mm_problems(given: Mapping[str, Any]) -> list[str]:
-    """Problems of the data of ``aten::_scaled_mm_v2``. (Torch itself checks the scales.)"""
+    """List violated requirements for the data of ``aten::_scaled_mm_v2``. (torch checks scales.)"""
     return _matrix_problems("a", given["self"]) + _matrix_problems("b", given["mat2"].t())
 
 

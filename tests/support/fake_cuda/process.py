@@ -1,4 +1,4 @@
-"""Runs functions in a process in which torch takes "cuda" for a device that exists."""
+"""Run functions in a process with a fake CUDA device."""
 
 import ctypes
 import hashlib
@@ -23,9 +23,9 @@ _TORCH = Path(torch.__file__).parent
 
 
 class FakeCudaProcess:
-    """A process whose torch has a CUDA device; it starts at the first :meth:`run`.
+    """A process whose torch has a fake CUDA device, as a context manager.
 
-    Use it as a context manager.
+    The process starts at the first :meth:`run`.
     """
 
     def __init__(self) -> None:
@@ -39,19 +39,19 @@ class FakeCudaProcess:
             self._pool.shutdown()
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-        """Calls ``function(*args)`` there. Arguments and results are pickled.
+        """Call ``function(*args)`` in the process. Arguments and results are pickled.
 
-        function: at the top level of an importable module.
+        function: a function at the top level of an importable module.
         timeout: seconds.
 
         Raises:
-            RuntimeError: the function raised an error; has its traceback.
+            RuntimeError: the function raised an error; the text has its traceback.
         """
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_start
             )
-        # torch looks for CUDA while it is imported: only what is preloaded is there before it.
+        # torch looks for CUDA when it is imported, so the guard must be preloaded.
         with patch.dict(os.environ, LD_PRELOAD=str(built("guard.cpp"))):
             os.environ.pop("TRITON_INTERPRET", None)
             future = self._pool.submit(_call, function, args)  # starts the process
@@ -59,10 +59,10 @@ class FakeCudaProcess:
 
 
 def built(name: str) -> Path:
-    """A C++ source of this folder, compiled for this release of torch; kept for the next time.
+    """Compile a C++ source in this folder for this release of torch, or find it in the cache.
 
     Raises:
-        RuntimeError: the compiler failed; has what it said.
+        RuntimeError: the compiler failed; the text has its output.
     """
     source = Path(__file__).with_name(name)
     key = hashlib.sha256(f"{torch.__version__} {_TORCH}".encode() + source.read_bytes())
@@ -87,7 +87,7 @@ def built(name: str) -> Path:
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     try:
         return function(*args)
-    except Exception:  # which may hold what can't be pickled
+    except Exception:  # it may not be picklable
         raise RuntimeError(traceback.format_exc()) from None
 
 
@@ -96,7 +96,7 @@ def _start() -> None:
     ctypes.CDLL(guard).take_over()
     torch.set_num_threads(1)
     pretend()
-    # Autograd's thread for the device never ends, and the interpreter would abort over it.
+    # Autograd's thread for the device never ends, which would abort the interpreter at exit.
     Finalize(None, _end, exitpriority=0)
 
 

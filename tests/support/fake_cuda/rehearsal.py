@@ -1,9 +1,9 @@
-"""Runs a program where torch has a CUDA device that computes nothing, to see that it runs at all.
+"""Run a program with a fake CUDA device that computes nothing, to check that it runs at all.
 
     python -m fake_cuda.rehearsal -m MODULE ARGS...
     python -m fake_cuda.rehearsal -c CODE
 
-Tensors have no memory (``kernels.cpp``), launches do nothing, and each takes a millisecond on the
+Tensors have no memory (``kernels.cpp``). Launches do nothing, and take a millisecond each by the
 device's clock.
 """
 
@@ -24,7 +24,7 @@ from fake_cuda.process import built
 from fake_cuda.triton_kernels import launch_nothing
 from fp8_dist.moe import layers as experts
 
-_GUARD = "FP8_DIST_REHEARSAL"  # the guard, until torch is imported
+_GUARD = "FP8_DIST_REHEARSAL"  # path of the guard, until torch is imported
 
 
 class _Event(streams.Event):
@@ -33,21 +33,21 @@ class _Event(streams.Event):
 
 
 class _Generator(torch.Generator):
-    """The device has no generator of random numbers."""
+    """A CPU generator: the device has none."""
 
     def __new__(cls, device: Any = None) -> "_Generator":
         return super().__new__(cls)
 
 
 def main(argv: list[str]) -> None:
-    """Become a process with the device, then run the program."""
+    """Restart with the guard preloaded, then run the program."""
     guard = os.environ.pop(_GUARD, None)
     if guard is None:
         guard = str(built("guard.cpp"))
         os.environ |= {_GUARD: guard, "LD_PRELOAD": guard}
         os.environ.pop("TRITON_INTERPRET", None)
         os.execv(sys.executable, [sys.executable, "-m", __spec__.name, *argv])
-    os.environ.pop("LD_PRELOAD", None)  # not for what the program starts
+    os.environ.pop("LD_PRELOAD", None)  # not for processes that the program starts
     ctypes.CDLL(guard).take_over()
     torch.set_num_threads(1)
     device._WITH_KERNELS = ()  # composite implementations run, on kernels of kernels.cpp
@@ -65,18 +65,18 @@ def main(argv: list[str]) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    # Compiled code is not captured in CUDA graphs.
+    # Don't capture compiled code in CUDA graphs.
     torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True  # type: ignore[attr-defined]
     for name in ("cudagraph_post_compile", "cudagraph_partition_post_compile"):
         setattr(output_code, name, lambda *args, **options: None)
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cpu_pinned = guards._empty_strided_cpu
-    # The host can read no value.
+    # The host can't read values.
     experts.sizes_of_groups = lambda offs, rows: torch.full((len(offs),), rows // len(offs))
     equal, item = torch.equal, torch.Tensor.item
     torch.equal = lambda a, b: a.is_cuda or equal(a, b)
     torch.Tensor.item = lambda x: 1.0 if x.is_cuda else item(x)  # type: ignore[method-assign]
-    reduce = torch.Tensor.scatter_reduce_  # has a string, which kernels.cpp does not take
+    reduce = torch.Tensor.scatter_reduce_  # kernels.cpp does not support its string argument
     torch.Tensor.scatter_reduce_ = (  # type: ignore[method-assign]
         lambda x, *args, **options: x if x.is_cuda else reduce(x, *args, **options)
     )
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
 
 
 def _end(status: int) -> None:
-    """End at once: autograd's thread for the device never does."""
+    """End at once, because autograd's thread for the device never ends."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

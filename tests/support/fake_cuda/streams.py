@@ -1,7 +1,7 @@
-"""Simulated CUDA streams and events: what is known to have finished before what.
+"""Simulated CUDA streams and events, to find out which operators are ordered.
 
-Each stream counts its operators. Its clock says, for every stream, up to which operator it has
-waited for that stream. Waiting for an event (or a stream) merges clocks.
+Each stream counts its operators, and has a vector clock: for every stream, the number of the last
+operator that it has waited for. Waiting for an event (or a stream) merges clocks.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ Clock = dict[int, int]  # number of operators by the id of a stream
 
 
 class Stream(torch.Stream):
-    """Stands for ``torch.cuda.Stream``; a new one at each call."""
+    """A replacement of ``torch.cuda.Stream``; each call makes a new stream."""
 
     def __new__(cls, device: Any = None, priority: int = 0, name: str = "") -> "Stream":
         return super().__new__(cls, device="cuda:0")
@@ -24,12 +24,12 @@ class Stream(torch.Stream):
         self.name = name or f"stream {self.stream_id}"
 
     def tick(self) -> int:
-        """Counts an operator on this stream; returns its number."""
+        """Count an operator on this stream, and return its number."""
         self.clock[self.stream_id] = number = self.clock.get(self.stream_id, 0) + 1
         return number
 
     def knows(self, stream_id: int, number: int) -> bool:
-        """Whether this stream runs after that operator of another stream."""
+        """Whether this stream has waited for an operator of another stream."""
         return self.clock.get(stream_id, 0) >= number
 
     def wait_stream(self, stream: "Stream") -> None:
@@ -44,16 +44,16 @@ class Stream(torch.Stream):
         return event
 
     def synchronize(self) -> None:
-        """The host waits: nothing that this simulation follows depends on it."""
+        """Do nothing: the host's waiting does not matter in this simulation."""
 
     def merge(self, clock: Clock) -> None:
-        """From now on this stream runs after what another stream's clock said."""
+        """Make later operators of this stream run after those in another clock."""
         for stream_id, number in clock.items():
             self.clock[stream_id] = max(number, self.clock.get(stream_id, 0))
 
 
 class Event:
-    """Stands for ``torch.cuda.Event``."""
+    """A replacement of ``torch.cuda.Event``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.clock: Clock = {}
@@ -69,28 +69,28 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """See :meth:`Stream.synchronize`."""
+        """Do nothing; see :meth:`Stream.synchronize`."""
 
 
 _stack: list[Stream] = []
 
 
 def default_stream(device: Any = None) -> Stream:
-    """Stands for ``torch.cuda.default_stream``: the compute stream."""
+    """A replacement of ``torch.cuda.default_stream``: the compute stream."""
     if not _stack:
         _stack.append(Stream(name="compute"))
     return _stack[0]
 
 
 def current_stream(device: Any = None) -> Stream:
-    """Stands for ``torch.cuda.current_stream``: outside of :func:`stream` the compute stream."""
+    """A replacement of ``torch.cuda.current_stream``; by default the compute stream."""
     default_stream()
     return _stack[-1]
 
 
 @contextmanager
 def stream(chosen: Stream | None) -> Iterator[None]:
-    """Stands for ``torch.cuda.stream``."""
+    """A replacement of ``torch.cuda.stream``."""
     _stack.append(chosen or current_stream())
     try:
         yield

@@ -1,15 +1,15 @@
-"""Kernels that a GPU would launch and bytes that it would move, without a GPU.
+"""Count the kernels that a GPU would launch, and the bytes that it would move, without a GPU.
 
     PYTHONPATH=.:tests/support python -m fake_cuda.tables
 
-Tensors are fake ones, on a CUDA device that does not exist (tests/support/fake_cuda). Eager code
-runs on them as it would run on the device, and Inductor generates its code for it. What would
-launch a kernel is counted, with the bytes that it reads and writes: forward and backward of one
-linear layer beside nn.Linear and torchao; of a layer of experts; two blocks of Llama 8B under FSDP2
-over 8 ranks; and what updates the scales of all of its 224 weights after an optimizer step.
+Tensors are fake, on a fake CUDA device (tests/support/fake_cuda). Eager code runs on them as on a
+GPU, and Inductor generates the same code. Kernels are counted, and the bytes that they read and
+write: for forward and backward of one linear layer, compared with nn.Linear and torchao; of a layer
+of experts; of two blocks of Llama 8B under FSDP2 over 8 ranks; and for the update of the scales of
+all 224 weights of Llama 8B after an optimizer step.
 
-Times on the device are a roofline: what those operations and bytes take at assumed rates
-(`scripts.bench.gpu_report.Rates`), and a least time for each kernel. The CPU time to dispatch a
+GPU times are roofline estimates: the time of these FLOPs and bytes at assumed rates
+(`scripts.bench.gpu_report.Rates`), but at least a minimum per kernel. The CPU time to dispatch a
 layer's step is measured, on tensors without memory.
 """
 
@@ -49,7 +49,7 @@ class Row:
 
 
 def count(process: FakeCudaProcess, shape: LayerShape) -> list[Row]:
-    """All candidates at one shape."""
+    """Count all candidates for one shape."""
     rows = []
     for name in (BF16, *OURS, *TORCHAO):
         each = (process.run(count, name, shape) for count in (count_layer, count_compiled_layer))
@@ -58,7 +58,7 @@ def count(process: FakeCudaProcess, shape: LayerShape) -> list[Row]:
 
 
 def counts_table(rows: Sequence[Row]) -> str:
-    """Kernels and bytes."""
+    """A table of the kernels and bytes of layers."""
     header = ["layer", "kernels", "compiled", "GB besides GEMMs", "compiled"]
     header += ["transposing copies", "compiled"]
     lines = []
@@ -76,7 +76,7 @@ def counts_table(rows: Sequence[Row]) -> str:
 
 
 def roofline_table(rows: Sequence[Row], rates: Rates) -> str:
-    """Milliseconds by kind of kernel, eager, and in all, eager and compiled."""
+    """A table of milliseconds: by kind of kernel in eager code; in total, eager and compiled."""
     header = ["layer, ms", "GEMMs", "elementwise", "reductions", "transposing copies", "tiny"]
     header += ["eager", "x bf16's speed", "compiled", "x bf16's speed"]
     bf16 = next(milliseconds(row.eager, rates).total() for row in rows if row.name == BF16)
@@ -90,7 +90,7 @@ def roofline_table(rows: Sequence[Row], rates: Rates) -> str:
 
 
 def blocks_table(counted: Mapping[str, tuple[Counts, Counts]]) -> str:
-    """Kernels and bytes of blocks, and of the update of scales."""
+    """A table of the kernels and bytes of blocks, and of the update of scales."""
     header = ["blocks", "kernels", "x bf16", "GB besides GEMMs", "collectives"]
     header += ["update: kernels", "GB", "collectives"]
     bf16 = counted[BF16][0].launches
@@ -110,7 +110,7 @@ def _gigabytes(counts: Counts) -> str:
 
 
 def milliseconds(counts: Counts, rates: Rates) -> Counter[str]:
-    """Time by kind of kernel: each takes what its flops or bytes take, one after the other."""
+    """Milliseconds by kind of kernel, from FLOPs or bytes, if kernels run one after the other."""
     times: Counter[str] = Counter()
     for kernel in counts.kernels:
         at_least = kernel.launches * rates.launch * 1e-3
@@ -127,7 +127,7 @@ def _milliseconds(kernel: Kernel, rates: Rates) -> float:
 
 
 def experts_table(counted: Mapping[str, Counts], rates: Rates) -> str:
-    """Kernels and bytes of experts, and their time beside bf16's."""
+    """A table of the kernels and bytes of experts, and of their times relative to bf16."""
     bf16 = milliseconds(counted[BF16], rates).total()
     lines = []
     for name, counts in counted.items():
@@ -140,7 +140,7 @@ def experts_table(counted: Mapping[str, Counts], rates: Rates) -> str:
 
 
 def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
-    """CPU time of a step of each layer, and how many times that is bf16's in eager code."""
+    """A table of the CPU time of each layer's step, also relative to bf16 in eager code."""
     bf16 = seconds[BF16].eager
     lines = []
     for name, found in seconds.items():
@@ -153,7 +153,7 @@ def dispatch_table(seconds: Mapping[str, Dispatched]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command, and return the exit status."""
     parser = make_parser("fake_cuda.tables", __doc__)
     default = LayerShape()
     shape = "rows x in_features x out_features of the layer; default: 8192x4096x14336"

@@ -1,8 +1,8 @@
 """Launches of Triton kernels on fake tensors: nothing runs, but dispatch modes see an operator.
 
-``fake_cuda::triton_kernel(name, tensors)`` stands for one launch. Its tensors are the arguments of
-the kernel, and those whose addresses were taken since the last launch, which a kernel may be handed
-in a table. Which of them it reads and which it writes can't be told.
+``fake_cuda::triton_kernel(name, tensors)`` represents one launch. Its tensors are the arguments of
+the kernel, and tensors whose addresses were taken since the last launch, because a kernel may get a
+table of addresses. It is unknown which of them the kernel reads and which it writes.
 """
 
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ _real_run = None if JITFunction is None else JITFunction.run
 
 @torch.library.custom_op("fake_cuda::triton_kernel", mutates_args=())
 def triton_kernel(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """A launch; see above."""
+    """Represent a launch, as described at the top of the file."""
 
 
 triton_kernel.register_fake(lambda name, tensors: None)
 
 
 def intercept_launches() -> None:
-    """Replaces what launches Triton kernels, and the driver that compilers ask, for good."""
+    """Permanently replace the launches of Triton kernels, and the driver that compilers use."""
     torch.Tensor.data_ptr = _data_ptr  # type: ignore[method-assign]
     if JITFunction is not None:
         JITFunction.run = _run
@@ -45,14 +45,14 @@ def intercept_launches() -> None:
 
 
 def forget_addresses() -> None:
-    """Forgets addresses that were taken before, so that the next launch does not count them."""
+    """Forget addresses that were taken, so that the next launch does not count their tensors."""
     _addressed.clear()
 
 
 def launch_nothing() -> None:
-    """After :func:`intercept_launches`: Triton launches, on a driver that does nothing.
+    """Undo :func:`intercept_launches`, and let Triton launch on a driver that does nothing.
 
-    Launches are not noted, and addresses are real.
+    Launches are then not seen by dispatch modes, and addresses are real.
     """
     torch.Tensor.data_ptr = _real_data_ptr  # type: ignore[method-assign]
     if JITFunction is not None:
@@ -61,7 +61,7 @@ def launch_nothing() -> None:
 
 
 class _Driver(SimpleNamespace):
-    """What is asked of Triton's driver where launches are noted."""
+    """The part of Triton's driver that is used if launches are intercepted."""
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", 90, 32)
@@ -71,7 +71,7 @@ class _Driver(SimpleNamespace):
 
 
 class _IdleDriver(_Driver):
-    """Triton's driver of a device on which kernels do nothing."""
+    """A Triton driver whose kernels do nothing."""
 
     def __init__(self) -> None:
         super().__init__(launcher_cls=_IdleLauncher, utils=self)
@@ -104,13 +104,13 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
 
 
 def _run_first(self: Any, *args: Any, **kwargs: Any) -> None:
-    """An autotuned kernel, without its search."""
+    """Run an autotuned kernel with its first config, without a search."""
     self.best_config = self.configs[0]
     self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
 
 
 def _data_ptr(self: torch.Tensor) -> int:
-    """An address, of fake tensors too."""
+    """An address, which is made up for fake tensors."""
     if not isinstance(self, FakeTensor):
         return _real_data_ptr(self)
     _addressed.append(ref(self))

@@ -1,4 +1,4 @@
-"""A mesh of fake CUDA devices: this process is rank 0, collectives move nothing."""
+"""A mesh of fake CUDA devices. This process is rank 0, and collectives move no data."""
 
 from functools import cache
 
@@ -11,9 +11,9 @@ RANKS = 8
 
 @cache
 def meshes(dp: int = 1, tp: int = 1) -> dict[str, DeviceMesh]:
-    """The mesh of each axis. Call it outside of fake tensors, in which none can be made or sliced.
+    """The mesh of each axis. Call it outside of fake modes, where meshes can't be made or sliced.
 
-    dp * tp is `RANKS`: DTensor keeps meshes for good, so that a process has one world only.
+    dp * tp must be `RANKS`. DTensor never forgets a mesh, so a process can have only one world.
     """
     if not dist.is_initialized():
         dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())

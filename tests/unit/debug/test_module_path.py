@@ -17,7 +17,7 @@ path: ModulePath
 
 
 class Probe(torch.autograd.Function):
-    """The identity; notes where it runs, both ways."""
+    """Identity that records the current path, in forward and in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        assert ctx.saved_tensors[0].shape == grad.shape  # which recomputes a checkpointed forward
+        assert ctx.saved_tensors[0].shape == grad.shape  # this recomputes a checkpointed forward
         seen.append(f"{path.current}'")
         return grad
 

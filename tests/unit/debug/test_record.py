@@ -179,7 +179,7 @@ def test_the_memory_is_bounded(tmp_path: Path) -> None:
                 x.untyped_storage().resize_(0)
         records = torch.load(recorder.write() / "rank00000.pt", weights_only=True)["records"]
         assert [r["operand"] for r in records] == ["weight", "input"]
-    # What was modified in place since is not written: it is not what was cast.
+    # A tensor that is modified in place after its cast is not written.
     x = torch.randn(4, 64)
     with record(model, tmp_path / "d") as recorder:
         model.layers[0].w1(x)  # type: ignore[index,union-attr]
@@ -220,7 +220,7 @@ def test_what_differs_in_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_rows_that_ranks_share_count_once(tmp_path: Path) -> None:
-    """A jump is one above the steps before, however many ranks have written their rows."""
+    """A jump is relative to earlier steps, however many ranks have written their rows."""
     model = net()
     with record(model, tmp_path, steps=12) as recorder:
         for i in range(12):
@@ -257,7 +257,7 @@ def test_damaged_and_foreign_folders(tmp_path: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit) as status:
         main([str(tmp_path / "missing")])
     assert status.value.code == 2
-    # Of a recording that some ranks did not write, what there is can be seen.
+    # If some ranks did not write a recording, the command shows what the others wrote.
     torch.save(file | {"world": 3}, bad / "rank00000.pt")
     assert main([str(bad)]) == 0
     assert "ranks that did not write: [1, 2]" in capsys.readouterr().out

@@ -84,7 +84,7 @@ def expected(x: torch.Tensor, low: Quantized) -> Measures:
 
 
 def check(x: torch.Tensor, low: Quantized) -> Measures:
-    """What is measured is what the reference finds; the latter."""
+    """Check measures against those of the reference, and return the latter."""
     found, exact = Measures(*measure_casts(x, [low], 0)[0].tolist()), expected(x, low)
     assert found[:-2] == exact[:-2]
     assert found.signal == pytest.approx(exact.signal, rel=1e-4)
@@ -110,7 +110,7 @@ def test_measures(per: str) -> None:
         (shape,) = Dense(E4M3, per).scale_shapes(x.shape)
         scale = torch.full(shape, amax / 448)
         check(x, Quantized((x / scale).to(E4M3), (scale,), Dense(E4M3, per)))
-    # Values saturate from the one on that rounding no longer brings to the largest number.
+    # A value saturates if it is too large to round to the largest float8 number.
     x = torch.tensor([[448.0, 464.0, 465.0], [-464.0, -465.0, 1e9]])
     for qdata in (x.clamp(-448, 448).to(E4M3), x.t().contiguous().clamp(-448, 448).to(E4M3).t()):
         assert check(x, quantized_tensor(qdata, torch.tensor(1.0))).saturated == 3
@@ -403,7 +403,7 @@ def test_faults_are_named_where_they_happen(recipe: str) -> None:
         ("tensorwise", "jump", (1, 7)),
         ("tensorwise", "jump", (1, 9)),
         ("tensorwise", "jump", (1, 0.01, 1)),  # the largest one counts
-        ("tensorwise", "jump", (1, math.inf, 9)),  # what is infinite is not usual from then on
+        ("tensorwise", "jump", (1, math.inf, 9)),  # an infinite amax sets no new usual level
     ],
 )
 def test_limits_are_octaves(recipe: str, what: str, factors: tuple[float, ...]) -> None:

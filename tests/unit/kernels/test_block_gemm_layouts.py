@@ -1,4 +1,4 @@
-"""What GPUs' GEMMs with scales of blocks are given, by torch's own checks of operands without data."""
+"""Operands of GPUs' GEMMs with block scales, checked by torch itself on the meta device."""
 
 import warnings
 from itertools import product
@@ -26,7 +26,7 @@ SIZES = {
 
 
 def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
-    """As a layer gives them: the output, grad_input and grad_weight."""
+    """Operands of one of the three GEMMs, as a layer passes them."""
     m, k, n, first = sizes
     block = 128 if kind == "hopper" else 32
     first %= block
@@ -98,7 +98,7 @@ def zeros(like: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_gemm_in_high_precision_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each reason."""
+    """Warn once for each reason."""
     monkeypatch.setattr(text, "_warned", set())
     monkeypatch.setattr(block_gemm, "device_has_float8_gemm", lambda device: True)
     multiply = block_gemm.block_scaled_mm.implementations["cuda"]

@@ -24,7 +24,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 Blocks = tuple[int, int, int, int]
 
-# Shape and blocks: whole ones, such as sizes do not divide, parts that begin inside of blocks.
+# Shapes and blocks: whole blocks, blocks that a size cuts, parts that begin inside of a block.
 CASES: list[tuple[tuple[int, ...], Blocks]] = [
     ((5, 8), (1, 4, 0, 0)),
     ((5, 7), (1, 4, 0, 0)),
@@ -54,14 +54,14 @@ def many_magnitudes(*shape: int) -> torch.Tensor:
 
 
 def implementations(op: Any) -> list[Callable[..., Any]]:
-    """For CPUs, called directly; as graphs call it; for all devices."""
+    """The implementation for CPUs, the operator that graphs call, and the portable one."""
     return [op, op.overload, op.portable]
 
 
 def check_cast(
     x: torch.Tensor, dtype: torch.dtype, blocks: Blocks, rule: str | None
 ) -> torch.Tensor:
-    """Both operators against the reference, as each is implemented; the exponents."""
+    """Check all implementations of both operators; return the exponents."""
     matrices = x.reshape(-1, *(x.shape[-2:] if blocks[0] > 1 else (1, x.shape[-1])))
     found = [reference_blocks(matrix, dtype, blocks, rule) for matrix in matrices]
     expected, values = (torch.stack(each) for each in zip(*found, strict=True))

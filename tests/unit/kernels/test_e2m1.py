@@ -23,7 +23,7 @@ Blocks = tuple[int, int, int, int]
 # By their codes.
 VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
-# Whole blocks, such as sizes do not divide, parts that begin inside of blocks, matrices.
+# Whole blocks, blocks that a size cuts, parts that begin inside of a block, matrices.
 CASES: list[tuple[tuple[int, ...], Blocks]] = [
     ((64, 96), (32, 32, 0, 0)),
     ((130, 150), (128, 128, 0, 0)),
@@ -51,12 +51,12 @@ def packed_of(data: torch.Tensor) -> torch.Tensor:
 
 
 def implementations(op: Any) -> list[Callable[..., Any]]:
-    """For CPUs, called directly; as graphs call it; for all devices."""
+    """The implementation for CPUs, the operator that graphs call, and the portable one."""
     return [op, op.overload, op.portable]
 
 
 def check_cast(x: torch.Tensor, blocks: Blocks, rule: str) -> torch.Tensor:
-    """Exponents, copies and packed data, with exponents that are computed or given; the exponents."""
+    """Check casts and packing, with computed and with given exponents; return the exponents."""
     matrices = x.flatten(0, -3) if x.ndim > 2 else x[None]
     each = (reference_blocks(matrix, E2M1_X2, blocks, rule) for matrix in matrices)
     exponents, values = map(torch.stack, zip(*each, strict=True))

@@ -78,7 +78,7 @@ def test_zeros_shapes_and_strides() -> None:
     found = arrived(x)
     assert torch.equal(found, torch.zeros(2, 200))
     assert not found.signbit().any()
-    tiny = torch.tensor([-1e-30, 448.0])  # what rounds to -0 is no NaN
+    tiny = torch.tensor([-1e-30, 448.0])  # a value that rounds to -0 is no NaN
     assert arrived(tiny).tolist() == [0.0, 448.0]
     for shape in ((0,), (3, 0), (0, 5), (2, 3, 129), (128,)):
         arrived(torch.randn(shape))
@@ -98,7 +98,7 @@ def test_the_sum_is_in_fp32_in_the_order_of_ranks(ranks: int, own: int) -> None:
         values[own] = x[own]
     expected = functools.reduce(torch.add, values)
     assert torch.equal(sum_of_rows(codes, exponents, x[own], own), expected)
-    zeros = torch.full((ranks, 3), -0.0)  # as the sum of these is with torch
+    zeros = torch.full((ranks, 3), -0.0)  # torch's sum of these is -0 too
     assert sum_of_rows(zeros, None, None, 0).signbit().all()
 
 

@@ -60,7 +60,7 @@ def test_what_is_not_finite_stays_in_its_group(of: str, value: float) -> None:
         assert rows.nonzero().flatten().tolist() == wrong
         assert groups.tolist() == [of != "weight_scale", False]
         assert not (g2[4:].float() * scale2[1]).isnan().any()
-    # Data beside a scale that is not finite is of no consequence.
+    # Data with a scale that is not finite may differ.
     mine, theirs = (f(qdata, scale, s, t, group, 2) for f in (fold_groups, fold_groups.portable))
     assert same_values(mine[1], theirs[1])
     assert same_values(mine[3], theirs[3])

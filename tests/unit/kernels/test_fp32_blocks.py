@@ -53,7 +53,7 @@ def test_activations_have_the_bits_of_the_engine(form: str, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_zeros_stay_zeros(form: str) -> None:
-    """The scale of a block below 1e-10 is the engine's for fp32 scales alone."""
+    """For a block below 1e-10, only scales in fp32 are the engine's."""
     weight, (scheme,) = torch.zeros(128, 128), config_of(form).recipe.schemes["weight"]
     made = cast_local(weight, scheme)
     codes, scales = engine_cast(weight, form, 128, 128)

@@ -167,7 +167,7 @@ def test_row_scales_that_are_no_powers_of_two_round_once() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
-    # Sums that an accumulator of 24 bits rounds and one of 53 doesn't: they tell which one it was.
+    # An accumulator of 24 bits rounds these sums, and one of 53 does not: they show which one ran.
     x, w = torch.full((8, 64), 2.0**-9), torch.full((16, 64), 2.0**-9)
     x[:, 0], x[:, -1], w[:, 0], w[:, -1] = 448, -448, 448, 448
     products, options = [], {"dim": -1, "round_scales_to_power_of_2": True}
@@ -181,7 +181,7 @@ def test_rows_beside_a_non_finite_one_keep_their_bits(bad: float) -> None:
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, tuple[int, ...]]]:
-    """Stands for a GPU's GEMM: of each call, whether it accumulates fast, and the scales of a."""
+    """Replace a GPU's GEMM; list if each call accumulates fast, and the shape of a's scales."""
     calls: list[tuple[bool, tuple[int, ...]]] = []
 
     def multiply(a, b, scale_a, scale_b, *, out_dtype, use_fast_accum):  # type: ignore[no-untyped-def]

@@ -83,7 +83,7 @@ def test_any_shape_and_strides_zeros_and_disabled_casts() -> None:
 
 
 def test_the_bits_of_an_amax_are_non_negative() -> None:
-    # Their order as integers is what the MAX all-reduce relies on.
+    # The MAX all-reduce relies on their order as integers.
     negative_nan = torch.tensor([0xFFC00000], dtype=torch.int64).to(torch.int32).view(torch.float32)
     for x in (negative_nan, torch.tensor([-0.0]), torch.tensor([-2.0, 1.0])):
         assert amax(x).view(torch.int32) >= 0

@@ -38,7 +38,7 @@ def theirs(x: torch.Tensor, mode: str) -> Cast:
 
 
 def differing(first: Cast, second: Cast) -> torch.Tensor:
-    """Of casts of one block per row the rows with another scale or data."""
+    """The rows in which two casts with one block per row differ, in scale or data."""
     data = first[0].view(torch.uint8) != second[0].view(torch.uint8)
     return data.any(-1) | (first[1] != second[1]).any(-1)
 
@@ -69,14 +69,14 @@ def test_mxfp8_is_to_mx_by_rceil(dtype: torch.dtype) -> None:
     finite, infinite, nan = amax.isfinite(), amax.isinf(), amax.isnan()
     assert not differing(mine, its)[finite].any()
     assert finite.sum() > 32_000
-    # inf: a block of NaN; the scale 2 ** 127 of theirs leaves inf alone infinite.
+    # inf: ours is a block of NaN; theirs has the scale 2 ** 127, and inf alone is infinite.
     assert (mine[1][infinite].item(), its[1][infinite].item()) == (255, 254)
     assert values(mine)[infinite].isnan().all()
     # NaN: the same scale, by which all is NaN.
     assert same_bits(mine[1][nan], its[1][nan])
     assert values(mine)[nan].isnan().all()
     assert values(its)[nan].isnan().all()
-    # The formula of blockwise: the same, but for its epsilon. Ours stays at its scale, 2 ** -48.
+    # The formula of blockwise: the same, but its epsilon keeps our scales at 2 ** -48 or more.
     formula, small = ours(x, BY_FORMULA), amax < EPS
     assert not differing(formula, its)[finite & ~small].any()
     assert formula[1][small].eq(127 - 48).all()

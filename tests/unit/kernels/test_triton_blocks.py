@@ -25,7 +25,7 @@ from fp8_dist.kernels.gemm import in_tiles
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Blocks = tuple[int, int, int, int]
 
-# Whole blocks, such as sizes do not divide, parts that begin inside of a block or are one's inside.
+# Whole blocks, blocks that a size cuts, parts that begin inside of a block or lie within one.
 CASES: list[tuple[tuple[int, int], Blocks]] = [
     ((5, 256), (1, 128, 0, 0)),
     ((70, 200), (1, 128, 0, 0)),
@@ -137,7 +137,7 @@ def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | No
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
 def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
-    """Given ones, for all codes: products that saturate, that are subnormal, of NaN."""
+    """Cast with each given exponent: products saturate, are subnormal, or are NaN."""
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     x = matrix((16, 512), torch.float32)
     x.view(16, 16, 32)[..., :4] = torch.tensor([math.inf, -math.inf, math.nan, 2.0**127])
@@ -149,7 +149,7 @@ def test_every_exponent(used: set[str], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rule", [None, "ceil"])
 def test_amaxes_around_each_power_of_2(used: set[str], rule: str | None) -> None:
-    """Times the largest value, where a logarithm of fp32 may round to the power; and subnormal."""
+    """Include amaxes for which log2 in fp32 may round to the power, and subnormal ones."""
     for dtype in FLOAT8_DTYPES:
         powers = torch.arange(-135.0, 100, device=DEVICE, dtype=torch.float64).exp2()
         bits = (torch.finfo(dtype).max * powers).to(torch.float32).view(torch.int32)[:, None]

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 SUPPORT = ROOT / "tests" / "support"
-# Of a Hopper's multiprocessor: registers, bytes of shared memory, warps.
+# Registers, bytes of shared memory and warps of a multiprocessor of a Hopper.
 REGISTERS, SHARED, WARPS = 65536, 228 * 1024, 64
 # What would change bits: flushed subnormals, fused or approximate operations.
 INEXACT = (".ftz", "fma.", ".approx", "div.full", "ex2", "lg2")
@@ -59,7 +59,7 @@ def test_kernels_keep_their_bounds(compiled: list[dict[str, Any]]) -> None:
 
 @pytest.mark.full
 def test_a_cast_that_inductor_generates_converts_fp32(compiled: list[dict[str, Any]]) -> None:
-    """And not by way of fp16, as on an Ada."""
+    """It does not convert by way of fp16, as it does on an Ada."""
     casts = [each["assembly"] for each in compiled if each["kernel"] == "inductor's cast"]
     assert len(casts) == 2
     for assembly in casts:

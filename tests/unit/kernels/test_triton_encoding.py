@@ -63,7 +63,7 @@ def test_sums(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x = numbers(shape, dtype, 2, 3)
     codes, exponents = portable.encode_float8.portable(x)
     wire = torch.cat([codes, exponents], -1)
-    # As they lie in a row of bytes.
+    # Codes and exponents as views of one row of bytes.
     views = wire.split([codes.shape[-1], exponents.shape[-1]], -1)
     for rank in (0, 2, -1):
         own = x[min(rank, shape[0] - 1)] if shape[0] > 1 or rank < 2 else None

@@ -34,14 +34,14 @@ from fp8_dist.kernels.folding import fold_gradient
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, COLUMN, TENSOR = "row", "column", "tensor"
 SHAPES = [(1, 1), (77, 130), (3, 1025), (0, 5), (5, 0), (0, 0)]
-# What one scale covers, of which scale a copy is, and whether it is transposed.
+# What each scale covers; for each copy, the index of its scale, and whether it is transposed.
 COPIES = [
     ([ROW, COLUMN], [0, 1], [False, True]),
     ([ROW], [0, 0], [False, True]),
     ([COLUMN], [0, 0], [False, True]),
     ([TENSOR], [0, 0], [True, False]),
 ]
-# Also such as are transposed first, or have the scales of a tensor beside those of rows.
+# Also copies of which the first is transposed, or with scales of a tensor and of rows.
 MIXED = [
     ([ROW, COLUMN], [0, 1], [False, True]),
     ([ROW, TENSOR], [0, 1], [False, True]),
@@ -184,7 +184,7 @@ def test_transposes(used: set[str]) -> None:
 
 
 def test_long_rows_are_left_to_the_portable_code(used: set[str]) -> None:
-    """Of one dim, whose tiles would be more than a grid's second axis has."""
+    """A tensor of one dim can have more tiles than a grid's second axis allows."""
     x = torch.zeros(1, dtype=torch.bfloat16, device=DEVICE).expand(2**25)
     assert implementation(amax)(x) == 0
     assert not used

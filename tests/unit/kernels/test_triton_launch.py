@@ -22,7 +22,7 @@ def _fill(out, size, BLOCK: tl.constexpr):
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The results of measurements, of which each makes the next one shorter."""
+    """The measured times, each of which is shorter than the one before."""
     times: list[float] = []
 
     def measure(call: Callable[[], None], quantiles: list[float], **_: int) -> list[float]:
@@ -80,7 +80,7 @@ def test_without_memory_to_measure_the_first_choice_is_taken(
 def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
     measured: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton measures them on the arguments of a call, and launches the fastest on these again."""
+    """Triton runs each choice on the arguments of a call, and then the fastest one once more."""
     launches = launch.Tuned.__call__
     several = {each for each in tuned_kernels() if len(each.configs) > 1}
     seen: set[launch.Tuned] = set()
@@ -94,7 +94,7 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
         monkeypatch.setattr(each, "_fastest", {})
         monkeypatch.setattr(each, "configs", each.configs[:2])
     calls = [*operator_calls(DEVICE, odd=True, shape=(34, 40)).values()]
-    firsts = {id(call.op): call for call in reversed(calls)}  # which launch almost all
+    firsts = {id(call.op): call for call in reversed(calls)}  # these launch almost all kernels
     for call in [*firsts.values(), *calls]:
         before = len(seen)
         found = launched(call)

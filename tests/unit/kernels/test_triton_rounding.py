@@ -1,4 +1,4 @@
-"""What the Triton kernels compute with, in Triton's interpreter (on a GPU: compiled)."""
+"""Functions that the Triton kernels use, in Triton's interpreter (on a GPU: compiled)."""
 
 import math
 
@@ -61,7 +61,7 @@ def test_soft_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
     limit = torch.finfo(dtype).max
     found = encoded(x, dtype).cpu()
     assert torch.equal(found, x.clamp(-limit, limit).to(dtype).view(torch.uint8))
-    x = x[~(x.abs() > limit * (1 + 2**-18))]  # as far as a rounded product of a cast that fits
+    x = x[~(x.abs() > limit * (1 + 2**-18))]  # up to the rounded product of a cast that fits
     assert torch.equal(encoded(x, dtype, saturate=False).cpu(), x.to(dtype).view(torch.uint8))
 
 

@@ -12,7 +12,7 @@ WIDE = [torch.bfloat16, torch.float32, torch.float64]
 
 
 def every_code(dtype: torch.dtype, finite: bool) -> torch.Tensor:
-    """``[256 or fewer, 128]``: more elements than torch's own conversion is left to."""
+    """Every code, as ``[256 or fewer, 128]``: too many elements to leave to torch's conversion."""
     codes = torch.arange(256, dtype=torch.uint8).view(dtype)
     if finite:
         codes = torch.arange(256, dtype=torch.uint8)[codes.float().isfinite()].view(dtype)

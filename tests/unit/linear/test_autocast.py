@@ -9,14 +9,14 @@ from autocast_steps import DTYPES, RECIPES, forward_and_backward, layer_of
 from reference import same_bits
 from torch import nn
 
-# dB between a GEMM of float8 operands and that of its operands, in any of the recipes.
+# The least SQNR in dB of a float8 GEMM against the exact product, in any of the recipes.
 FLOAT8_SQNR = 23.0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_input_alone_is_cast(recipe: str, dtype: torch.dtype) -> None:
-    """As if the input had come in the autocast dtype: the weight is cast from what is stored."""
+    """The input is cast as if it had the autocast dtype; the weight, from its stored values."""
     layer = layer_of(recipe)
     x, grad = torch.randn(32, 64), torch.randn(32, 48)
     found = forward_and_backward(layer, x, grad, dtype)
@@ -26,7 +26,7 @@ def test_the_input_alone_is_cast(recipe: str, dtype: torch.dtype) -> None:
     # (torch casts the gradient back to the dtype of the input.)
     expected[1] = expected[1].float()
     assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
-    if dtype is torch.bfloat16:  # it could be told
+    if dtype is torch.bfloat16:  # a weight in bf16 gives other bits
         with torch.no_grad():
             layer.weight.copy_(layer.weight.to(dtype))
         assert not same_bits(forward_and_backward(layer, x, grad, dtype)[0], found[0])

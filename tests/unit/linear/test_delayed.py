@@ -229,7 +229,7 @@ def test_weights_whose_own_gradient_tells_nothing(how: str) -> None:
     net = nn.ModuleList([linear, adapter, before])
     passes: list[float] = []
     for factors in ((1e9, 1e3), (3.0, 2.0, 1.0)):
-        net.zero_grad()  # of the passes before
+        net.zero_grad()  # of earlier passes
         passes = [before(torch.ones(6, 32) * f).abs().max().item() for f in factors]
         for factor in factors:
             run(before(torch.ones(6, 32) * factor)).sum().backward()

@@ -65,7 +65,7 @@ def test_a_plain_dict_starts_histories_anew() -> None:
     net, other = new(), new(seed=3)
     train(net, 2)
     net.load_state_dict(dict(other.state_dict()))
-    # The weights are the new ones: what was cast of the old ones is gone.
+    # The weights are the new ones, and no cast of the old ones is used.
     other.load_state_dict(net.state_dict())
     assert losses_after(net) == losses_after(other)
 
@@ -183,7 +183,7 @@ def test_a_run_goes_back_to_what_it_has_kept(warned: set[str]) -> None:
 
 @pytest.mark.parametrize("saved", [None, "tensorwise", "rowwise_folded", "delayed"])
 def test_a_run_goes_on_in_another_recipe(tmp_path: Path, saved: str | None) -> None:
-    """Each loads the checkpoint of each other."""
+    """Every recipe loads the checkpoints of the others."""
 
     def model(recipe: str | None, seed: int) -> nn.Module:
         config = None if recipe is None else Float8LinearConfig.from_recipe_name(recipe)
@@ -207,7 +207,7 @@ def test_a_run_goes_on_in_another_recipe(tmp_path: Path, saved: str | None) -> N
 
 
 def test_float8_state_is_not_pickled(tmp_path: Path) -> None:
-    """As an object that DCP would do so with, whose state nothing would load."""
+    """DCP would pickle an object that is nested in a dict, and nothing would load its state."""
     state = {"run": {"float8": Float8State(new())}}
     with (
         warnings.catch_warnings(action="ignore"),

@@ -48,7 +48,7 @@ def test_exported_layers_run_in_another_process(tmp_path: Path) -> None:
 
 
 def test_an_exported_layer_scales_the_weight_that_it_has() -> None:
-    """Nothing of the layer's scales is in the graph."""
+    """The graph holds none of the layer's scales."""
     net, x = net_of("tensorwise"), torch.randn(4, 64)
     net(x).sum().backward()
     program = torch.export.export(net, (x,)).module()

@@ -98,7 +98,7 @@ def test_a_layer_follows_another_config() -> None:
     assert same_bits(layer(x), expected(x))
 
 
-# The dispatcher, and calls that go around it.
+# Calls through the dispatcher, and direct calls that bypass it.
 
 SHAPES = [(48,), (5, 48), (2, 3, 48), (0, 48)]
 
@@ -115,7 +115,7 @@ def results(layer: Float8Linear, x: torch.Tensor) -> list[torch.Tensor | None]:
 
 
 def gradient(output: torch.Tensor) -> torch.Tensor:
-    """Another value in each row; expanded."""
+    """A gradient with a different value in each row, expanded to the shape of the output."""
     rows = torch.linspace(-3, 2, output.numel() // output.shape[-1]).to(output)
     return rows.reshape(*output.shape[:-1], 1).expand(output.shape)
 

@@ -102,7 +102,7 @@ def test_magnitudes_at_both_ends_of_fp32(recipe: str) -> None:
 
 @pytest.mark.parametrize("rule", ["ceil", "floor"])
 def test_mxfp8_has_no_epsilon(rule: str) -> None:
-    """Powers of two change no GEMM by more than that power, not even far below 1e-12."""
+    """Operands times powers of two scale the results exactly, even far below 1e-12."""
     config = config_of("mxfp8") if rule == "ceil" else floor_of_mxfp8()
     x, w, g = operands()
     expected = step(layer_of(config, w), x, g)
@@ -165,7 +165,7 @@ def test_no_second_derivative(recipe: str) -> None:
     # Nor by the gradient of the output.
     with pytest.raises(NotImplementedError, match="differentiated twice"):
         torch.autograd.functional.jvp(layer, x, x)  # it differentiates the backward
-    # None counts as unused.
+    # Neither the weight nor x counts as unused.
     for other in (layer.weight, x):
         (gradient,) = torch.autograd.grad(layer(x * 2).square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="differentiated twice"):
@@ -188,7 +188,7 @@ def test_shapes_on_the_meta_device(recipe: str) -> None:
         assert found.device.type == "meta"
         assert (found.shape, found.dtype) == (like, torch.bfloat16)
     assert cast_to_float8(x, CastConfig()).qdata.shape == x.shape
-    # Nothing of it is left when the layer gets its values.
+    # The step on the meta device leaves no trace when the layer gets its values.
     layers = [layer, Float8Linear(48, 32, device="meta", dtype=torch.bfloat16, config=config)]
     x, outputs = torch.randn(4, 48, dtype=torch.bfloat16), []
     for each in layers:

@@ -58,7 +58,7 @@ def test_the_three_gemms_equal_the_algebra(recipe: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_many_blocks_equal_the_algebra(recipe: str, dtype: torch.dtype) -> None:
-    """Whole ones, and such as are cut at the end of each dim."""
+    """Check whole blocks, and blocks that are cut at the end of each dim."""
     for sizes in ((256, 384, 128), (200, 300, 260), (1, 129, 257)):
         check(recipe, dtype, sizes, outliers=True)
 

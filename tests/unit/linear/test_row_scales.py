@@ -16,12 +16,12 @@ AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 E4M3, E5M2 = CastConfig(), CastConfig(target_dtype=torch.float8_e5m2)  # one scale per tensor
 SHAPES = [(6,), (6, 8), (4, 6, 8), (2, 4, 6, 8), (1, 8), (6, 1), (1, 1), (4, 1, 8), (4, 6, 1)]
 EMPTY = [(0, 8), (0, 6, 8)]
-# Of more elements than a block.
+# Shapes of more elements than a block.
 LARGE = [(300, 257), (3, 200, 130), (1, 70000), (70000, 1), (1, 1, 70000)]
 
 
 def numbers(shape: tuple[int, ...]) -> torch.Tensor:
-    """Of many magnitudes along every dim."""
+    """Random numbers of many magnitudes along every dim."""
     return torch.randn(shape) * torch.randn(shape).mul(3).exp()
 
 
@@ -35,7 +35,7 @@ def lines(*shape: int, dim: int = -1) -> Float8Tensor:
 def test_casts_equal_the_reference(shape: tuple[int, ...]) -> None:
     x = numbers(shape)
     for dim in range(-len(shape), len(shape)):
-        power_of_2 = dim % 2 == 0  # with each dim, by its two names both dtypes
+        power_of_2 = dim % 2 == 0  # each dim has two indices, one for each dtype
         target = torch.float8_e4m3fn if dim < 0 else torch.float8_e5m2
         config = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE, target_dtype=target)
         cast = cast_to_float8(x, config, dim=dim, round_scales_to_power_of_2=power_of_2)

@@ -1,4 +1,4 @@
-"""How much a layer keeps for its backward: what replaces the input takes half of bf16."""
+"""The bytes that a layer saves for its backward: the input takes half as many as in bf16."""
 
 from typing import NamedTuple
 
@@ -20,7 +20,7 @@ LIMIT = 0.52  # of the bf16 input: half of it, and room for scales
 class Saved(NamedTuple):
     """Bytes of the storages that a forward keeps for its backward, each counted once.
 
-    Of the weight: its parameter, or the float8 copy for grad_input.
+    The bytes of the weight are those of its parameter, or of the float8 copy for grad_input.
     """
 
     activations: int
@@ -84,7 +84,7 @@ delayed: 65544 B (0.5001) and 65540 B of the weight""",
 
 @pytest.mark.parametrize("recipe", IN_FLOAT8)
 def test_bytes_stay_the_same(recipe: str) -> None:
-    """Whatever the shape, the bias, autocast, and how many steps were before."""
+    """Neither the shape, the bias, autocast nor earlier steps change the bytes."""
     x, w, g = operands()
     leaf = x.clone().requires_grad_()
     config = config_of(recipe)

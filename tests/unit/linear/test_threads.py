@@ -1,4 +1,4 @@
-"""Layers in several threads, and what they leave."""
+"""Layers in several threads, and objects that must be freed."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ def forward(layer: Float8Linear) -> None:
 
 
 def in_threads(work: Callable[[list[object]], None]) -> list[object]:
-    """What four threads at once, which take turns often, add to a list; and their errors."""
+    """Run `work` in four threads that switch often; return what they add to a list, and errors."""
     found: list[object] = []
 
     def guarded() -> None:

@@ -1,4 +1,4 @@
-"""On one device torchao's recipes are torchao's: same bits, same results."""
+"""On one device, the recipes that torchao has too give torchao's bits and results."""
 
 import dataclasses
 import importlib.metadata
@@ -49,7 +49,7 @@ def both(
 
 
 def same_operand(ours: Float8Tensor, theirs: Float8Tensor) -> bool:
-    # (Beside rows torchao repeats the one scale of a tensor, as its kernel wants it.)
+    # (If the other operand has row scales, torchao expands the scale of a tensor for its kernel.)
     scale = ours.scale.expand(theirs.scale.shape)
     return same_bits(ours.qdata, theirs.qdata) and same_bits(scale, theirs.scale)
 
@@ -85,6 +85,6 @@ def test_recipes_multiply_the_same_operands(
         for gemm in GEMMS:
             assert found[gemm].dtype is expected[gemm].dtype
             assert found[gemm].shape == expected[gemm].shape
-            # It multiplies rows in bf16.
+            # torchao multiplies operands with row scales in bf16.
             exact = recipe == "tensorwise" and dtype is torch.float32
             assert sqnr(expected[gemm], found[gemm]) >= (100 if exact else 45), gemm

@@ -32,7 +32,7 @@ def step(
 
 
 def same_but_for_zeros(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether the operand of a GEMM is another one, with zeros behind it."""
+    """Whether the operand of a GEMM equals another one, padded with zeros."""
     (m, k), both = theirs.shape, (mine, theirs)
     own, whole = (x.contiguous().view(torch.uint8) for x in both)
     return torch.equal(own[:m, :k], whole) and not own[m:].any() and not own[:, k:].any()
@@ -63,7 +63,7 @@ def test_the_same_bits(
 def test_blocks_that_are_cast_in_one_pass(
     monkeypatch: pytest.MonkeyPatch, recipe: str, ndim: int
 ) -> None:
-    """As on a GPU: exponents and both layouts of a weight by one operator; reblocked transposed."""
+    """As on a GPU, one operator makes the exponents and both layouts of a weight."""
     plain, expected = step(recipe, ndim, True)
     for module in (recipes, blocks):
         monkeypatch.setattr(module, "takes_transposed", lambda device: True)

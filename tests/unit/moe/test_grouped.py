@@ -42,7 +42,7 @@ def test_values(recipe: str, k: int) -> None:
     w = w * torch.logspace(-2, 2, 96).view(-1, 1) * torch.logspace(-1, 1, 5).view(-1, 1, 1)
     found = products(x, w, g, offs, recipe)
     for gemm, a, b in zip(GEMMS, expected(recipe, x, w, g, COUNTS), found, strict=True):
-        # One value that is rounded to the next one in float8 would make it 110 dB or less.
+        # If one value were rounded to the neighboring code, this would be 110 dB or less.
         assert sqnr(a, b) > 140, gemm
 
 
@@ -50,7 +50,7 @@ def test_values(recipe: str, k: int) -> None:
 @pytest.mark.parametrize(("counts", "rows"), [([0, 0, 0], 0), ([0, 0, 0], 5), ([3, 0, 2], 9)])
 def test_rows_of_no_expert(recipe: str, counts: list[int], rows: int) -> None:
     x, w, g, offs = data(counts, rows)
-    x[sum(counts) :] = g[sum(counts) :] = torch.nan  # nobody reads them
+    x[sum(counts) :] = g[sum(counts) :] = torch.nan  # no expert reads these rows
     output, grad_input, grad_weight = products(x, w, g, offs.int(), recipe)
     assert (output.shape, grad_input.shape, grad_weight.shape) == (g.shape, x.shape, w.shape)
     assert not output[sum(counts) :].any()
@@ -112,7 +112,7 @@ def test_what_is_needed_does_not_change_what_is_computed(recipe: str) -> None:
     w_grads = [torch.autograd.grad(again, w, g, retain_graph=keep)[0] for keep in (True, False)]
     assert same_bits(x_grad, grad_input)
     assert all(same_bits(each, grad_weight) for each in w_grads)
-    # Strides are of no consequence.
+    # Strides do not matter.
     by_column = [x.t().contiguous().t(), w.mT.contiguous().mT, g.t().contiguous().t(), offs]
     for a, b in zip(products(*by_column, recipe), (output, grad_input, grad_weight), strict=True):
         assert same_bits(a, b)

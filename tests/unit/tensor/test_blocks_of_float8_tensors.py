@@ -1,4 +1,4 @@
-"""Float8Tensor with scales of blocks: parts of it, what is put together again, what is refused."""
+"""Float8Tensor with block scales: its parts, their concatenation, and refused operators."""
 
 import copy
 from collections.abc import Callable
@@ -57,7 +57,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 def check(found: Float8Tensor, expected: torch.Tensor) -> None:
-    """It has these values, by scales as the reference reads them."""
+    """Check a tensor's values, also with its scales read as the reference reads them."""
     assert same_bits(found.dequantize(), expected.contiguous())
     by_scales = found.qdata.double() * scale_of_elements(found)
     assert same_bits(found.dequantize(), by_scales.to(found.dtype))
@@ -104,7 +104,7 @@ PARTS: list[Callable[[torch.Tensor, int], Any]] = [
 
 @kinds
 def test_parts(kind: str) -> None:
-    """Also such as begin inside of blocks, parts of these, and parts of what is transposed."""
+    """Include parts that begin inside of blocks, parts of parts, and of transposed tensors."""
     x = KINDS[kind]()
     wholes = [x, x[..., 3:], x[1:]] + ([x.t(), x[1:, 3:].t()] if x.ndim == 2 else [])
     for part, whole, dim in product(PARTS, wholes, range(-x.ndim, x.ndim)):

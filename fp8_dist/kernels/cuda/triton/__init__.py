@@ -1,7 +1,7 @@
 """Fused kernels in Triton, which write the layouts that GEMMs read.
 
 Importing this package registers implementations of the operators of :mod:`fp8_dist.kernels` on
-CUDA devices. They produce the same bits as the portable implementations, and call these for
+CUDA devices. They produce the same bits as the portable implementations, and fall back to these for
 arguments that the kernels do not support, mainly dtypes other than bf16, fp16 and fp32. In Triton's
 interpreter the kernels run on CPU tensors.
 

@@ -1,7 +1,7 @@
 """Amaxes of a tensor, of its rows or columns, or of many tensors.
 
 Each amax is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. If several program
-instances reduce into it, another launch fills it with zeros before.
+instances reduce into one amax, it is filled with zeros by a launch before.
 """
 
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ def _many(
 
 
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
-    if x.ndim < 2:  # one row, of which a grid has at most 65,535 tiles
+    if x.ndim < 2:  # one row; a grid has at most 65,535 tiles along it
         return x.dtype in DTYPES and dims is None and x.numel() < 2**25
     if dims is None:
         return x.dtype in DTYPES
@@ -125,7 +125,7 @@ def _find(
     columns: torch.Tensor | None = None,
     whole: torch.Tensor | None = None,
 ) -> None:
-    """Find the bits of the amaxes of a matrix that are given, int32, filled with zeros."""
+    """Write the bits of a matrix's amaxes to the given int32 tensors, which must hold zeros."""
     M, K = x.shape
     _tiles(
         lambda chosen: (launch.programs(M, chosen["BM"] * STEPS), launch.programs(K, chosen["BN"])),
@@ -169,7 +169,7 @@ def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
-    """Compute amaxes in two launches, one for rows, and copy a table; 2 bytes per bf16 element."""
+    """Copy a table, and compute amaxes in two launches, one for rows; 2 bytes per bf16 element."""
     matrices, device = [as_matrix(x) for x in (first, *others)], first.device
     addresses = [x.data_ptr() for x in matrices]
     rows, columns = [x.shape[0] for x in matrices], [x.shape[1] for x in matrices]
@@ -194,7 +194,7 @@ def _amax_of_each(
 def _table_of(
     rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
 ) -> torch.Tensor:
-    """Copy a table to the device, once for the same tensors; the host waits for the copy.
+    """Copy a table to the device, once for equal tables; the host waits for the copy.
 
     Shards of weights keep their addresses. There is one table per stream, because the memory of a
     dropped table is reused on its stream only.

@@ -1,4 +1,4 @@
-"""Casts of operands in block scales to other blocks."""
+"""Casts of operands with block scales to other blocks."""
 
 from collections.abc import Sequence
 
@@ -65,10 +65,10 @@ def _reblock(
     row, c = row[:, :, :, None], first // COLUMNS + c
     old_exponents = scales + (first_row + m + row) // ROWS * stride_r + c * stride_c
     old = tl.load(old_exponents, mask=(row < rows) & (c < across), other=127).to(tl.int32)
-    # Where the scale is NaN this is infinity. The new scale is then NaN, too.
+    # A scale of NaN becomes infinity here. The new scale is then NaN.
     old = tl.maximum(old << 23, 0x400000).to(tl.float32, bitcast=True)
     v = rounding.from_float8(code, BIAS, SOFT) * old[:, :, :, :, None, None]
-    # Each thread's maxima, then those of a block, as bytes, whose banks do not conflict.
+    # Maxima of each thread, then of each block: as bytes, which cause no bank conflicts.
     new = exponents_of_codes(tl.max(rounding.magnitude(v), 0), RULE, BIAS).to(tl.uint8)
     new = tl.reduce(new, 0, _larger).to(tl.int32)
     r = r[:, None, None, None]

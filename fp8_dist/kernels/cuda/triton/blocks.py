@@ -101,7 +101,7 @@ def _cast_blocks(
 ) -> None:
     # One instance: a tile of [BM, BN], enlarged to whole blocks. The exponents are contiguous. They
     # are read if GIVEN, and otherwise computed by RULE and written. Moves the bytes of x once, and
-    # 1 byte per element and layout, or for two packed elements, which begin at an even column.
+    # 1 byte per element and layout, or per two packed elements (the first in an even column).
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     data, M, K, stride_m, stride_k = x
@@ -144,7 +144,7 @@ def takes_size(rows: int, columns: int) -> bool:
 
 def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
     """Return whether the kernels support a tensor in these blocks."""
-    # Matrices of whole blocks are one matrix.
+    # Matrices of whole blocks can be flattened to one matrix.
     is_matrix = x.ndim == 2 or of[0] == 1 or not (x.shape[-2] % of[0] or of[2])
     return x.dtype in DTYPES and is_matrix and takes_size(*of[:2])
 

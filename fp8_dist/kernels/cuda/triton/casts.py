@@ -306,7 +306,7 @@ def _cast_by_rows(
 ) -> Tensors:
     """Cast by rows in one launch; 3 bytes per bf16 element.
 
-    Both layouts, and rows that registers do not hold, take two launches: 5 bytes per bf16 element,
+    Transposed copies, and rows too long for registers, take two launches: 5 bytes per bf16 element,
     6 for both layouts.
     """
     _, M, K, _, stride_k = argument = launch.matrix(x)

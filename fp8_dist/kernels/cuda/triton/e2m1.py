@@ -14,8 +14,8 @@ def rounded_to_e2m1(v: tl.tensor) -> tl.tensor:
     v = tl.where(v == v, v, 0.0)
     bits = v.to(tl.int32, bitcast=True)
     size = tl.minimum(bits & 0x7FFFFFFF, 0x40C00000)  # at most 6
-    # A sum with 2 ** 22 times the power of two of a binade has steps of half that power. Values
-    # below 1 have the steps of those above.
+    # Adding 2 ** (22 + k) rounds a value in [2 ** k, 2 ** (k + 1)) to a multiple of 2 ** (k - 1).
+    # Values below 1 are rounded as if k were 0.
     magic = (tl.maximum(size & 0x7F800000, 0x3F800000) + (22 << 23)).to(tl.float32, bitcast=True)
     nearest = (size.to(tl.float32, bitcast=True) + magic) - magic
     bits = nearest.to(tl.int32, bitcast=True) | (bits & -(2**31))
@@ -41,8 +41,8 @@ def _byte_of(code: tl.tensor) -> tl.tensor:
 @launch.tuned(launch.blocks(4, BLOCK=4096), launch.blocks(4, BLOCK=1024))
 @triton.jit
 def _unpack_e2m1(packed: tl.tensor, pairs: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
-    # One instance: BLOCK pairs of values, each of which it writes as one int16, so that the bytes
-    # of neighboring threads are neighbors. Moves 3 bytes per pair.
+    # One instance: BLOCK pairs of values. It writes each pair as one int16, so that neighboring
+    # threads write adjacent bytes. Moves 3 bytes per pair.
     i = tiles.indices(tl.program_id(0), BLOCK)
     codes = tl.load(packed + i, mask=i < size, other=0).to(tl.int32)
     pair = _byte_of(codes & 0xF) | (_byte_of(codes >> 4) << 8)

@@ -73,9 +73,9 @@ def _sum(
     SOFT: tl.constexpr,
     BB: tl.constexpr,
 ) -> None:
-    # One instance: BB blocks of a row. Rows and exponents come with their strides of summands and
-    # of rows. Rows without exponents are numbers. If rank is the number of rows, `local` replaces
-    # none of them.
+    # One instance: BB blocks of a row. Rows and exponents are passed with their first two strides,
+    # of summands and of rows. Rows without exponents are numbers. If rank is the number of
+    # summands, `local` replaces none of them.
     count = tl.cdiv(size, _BLOCK)
     row, b, j = _places(count, BB)
     mask = j < size

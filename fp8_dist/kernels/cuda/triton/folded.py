@@ -182,8 +182,8 @@ def _fold_rows_of_groups(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: BM rows, those of one group after the other. Moves 1 byte per element, and with
-    # weight_scale 2 more, of which one is mostly read from the L2 cache.
+    # One instance: BM rows, one group after the other. Moves 1 byte per element, and with
+    # weight_scale 2 more, one of which is mostly read from the L2 cache.
     W: tl.constexpr = 4
     begin = tl.cast(tl.program_id(0), tl.int64) * BM
     i = begin + tl.arange(0, BM)

@@ -32,7 +32,7 @@ BIAS = {
     torch.float8_e5m2fnuz: 16,
 }
 
-# Without fused multiply-add, every operation rounds, as in torch.
+# No fused multiply-add, so that every operation rounds, as in torch.
 _OPTIONS = {"enable_fp_fusion": False}
 
 BlockSizes = dict[str, int]
@@ -67,7 +67,7 @@ def blocks(warps: int, **sizes: int) -> triton.Config:
     return triton.Config(sizes, num_warps=warps)
 
 
-# Configs for kernels of which each program instance casts one tile.
+# Configs for kernels in which each program instance casts one tile.
 TILES = (blocks(4, BM=64, BN=64), blocks(8, BM=128, BN=64))
 
 # Configs for kernels that compute amaxes of rows. Each program instance reads whole rows.

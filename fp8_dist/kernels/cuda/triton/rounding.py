@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 
 # Note [Four bytes at a time]
-# The ptxas that Triton takes for a Hopper (12.8; 12.9 in 3.8; 13.4 from 3.9 on), if it is below 13,
-# confuses the registers of two converted bytes where a kernel stores them together, and takes them
-# apart, too: as one does that writes a tile and its transpose. On an H100 bytes of other registers
-# were written; of fp32, ptxas died (triton-lang/triton issue 11111). Here four bytes come in a
-# register of their own, and other instructions see only that:
-# tests/unit/kernels/test_triton_compiles.py fails if they see more. Inductor's kernels have no such
-# guard, so graphs leave these casts to operators (stores_transposed in fp8_dist/device.py).
+# Before release 13, ptxas has a bug (Triton uses 12.8 for Hopper; 12.9 in Triton 3.8; 13.4 from 3.9
+# on). If a kernel stores two converted bytes together and also separately, as for a tile and its
+# transpose, ptxas confuses their registers: an H100 wrote bytes of other registers, and for fp32
+# tensors ptxas crashed (triton-lang/triton issue 11111). So four bytes are converted into one
+# register, and other instructions read only that: tests/unit/kernels/test_triton_compiles.py fails
+# if they read a part. Inductor's kernels have no such guard, so graphs leave these casts to
+# operators (stores_transposed in fp8_dist/device.py).
 _FOUR_OF_E4M3 = tl.constexpr(
     "{ .reg .b16 low, high;"
     " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
@@ -45,9 +45,9 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 def multiplier_of(amax: tl.tensor, POWER_OF_2: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
     """Compute the multiplier by the formula of fp8_dist.kernels.scale, fp32.
 
-    The formula has an fp64 quotient. Rounded to fp32, it equals the fp32 quotient: the exact
-    quotient of two numbers of 24 bits is farther from a midpoint between two such numbers (at least
-    2^-49 of it) than from the fp64 quotient.
+    The formula rounds an fp64 quotient to fp32. This equals the fp32 quotient: the exact quotient
+    of two 24-bit numbers is at least 2^-49 of itself away from any midpoint between 24-bit numbers,
+    farther than from the fp64 quotient.
     """
     FP8_MAX: tl.constexpr = 448.0 if BIAS == 7 else (240.0 if BIAS == 8 else 57344.0)
     # The fp32 number nearest to 1e-12 is below 1e-12, so it is clamped too.
@@ -65,7 +65,7 @@ def reciprocal(m: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def exponents_above(amax: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
-    """Compute ``ceil(log2(amax / fp8_max)) + 127`` by integers: int32, at least 0.
+    """Compute ``ceil(log2(amax / fp8_max)) + 127`` in integer arithmetic: int32, at least 0.
 
     The result is the same as with an fp32 log2.
     """
@@ -80,8 +80,8 @@ def exponents_above(amax: tl.tensor, BIAS: tl.constexpr) -> tl.tensor:
 def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
     """Return how many fp32 steps below 2^k a number may be for its fp32 log2 to be rounded to k.
 
-    The number is given by its bits. The count grows with ``|k|``: it is 44 for an integral part of
-    log2 in [64, 128), and half as large for each binade below.
+    The number is given by its bits. The result grows with ``|log2|``: it is 44 if the integral part
+    is in [64, 128), half as much in [32, 64), and so on.
     """
     exponent = (bits >> 23) - 127
     integral = exponent ^ (exponent >> 31)  # of |log2|
@@ -93,7 +93,7 @@ def _steps_to_power_of_2(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _power_of_2(m: tl.tensor) -> tl.tensor:
-    """Compute ``exp2(floor(log2(m)))`` as in fp32, by integers.
+    """Compute ``exp2(floor(log2(m)))``, with the bits of fp32, in integer arithmetic.
 
     m is positive and normal, or 0, inf or NaN.
     """
@@ -120,8 +120,8 @@ def to_float8(v: tl.tensor, BIAS: tl.constexpr, SOFT: tl.constexpr) -> tl.tensor
     or inf with SOFT, and the largest finite value otherwise.
 
     Args:
-        SOFT: round by integers, with the same bits as torch, instead of by an instruction of a
-            Hopper, which may clear the sign of a NaN.
+        SOFT: round in integer arithmetic, with the same bits as torch, instead of by Hopper's
+            instruction, which may clear the sign of a NaN.
     """
     if SOFT:
         code = _to_float8_soft(v, BIAS)
