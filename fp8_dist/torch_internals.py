@@ -329,19 +329,17 @@ def make_dtensor(
         return DTensor.from_local(
             local, mesh, placements, run_check=False, shape=shape, stride=contiguous_stride(shape)
         )
-    spec = _spec(mesh, id(mesh), placements, shape, local.dtype)
+    spec = _spec(mesh, placements, shape, local.dtype)
+    if spec.mesh is not mesh:
+        # Equal meshes have groups of their own. Ranks may guess different uneven shapes, so one
+        # rank could find the mesh of an earlier spec, and wait for the others in its group.
+        spec = DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
 
 
-# Meshes of the same ranks and names are equal, but have groups of their own. Ranks that disagreed
-# about the mesh would wait in different groups, so the key has the identity of the mesh.
 @lru_cache(maxsize=4096)
 def _spec(
-    mesh: DeviceMesh,
-    identity: int,
-    placements: tuple[Placement, ...],
-    shape: torch.Size,
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype
 ) -> Any:
     meta = TensorMeta(shape, contiguous_stride(shape), dtype)
     return DTensorSpec(mesh, placements, tensor_meta=meta)

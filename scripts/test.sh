@@ -39,8 +39,8 @@ check_compiler() {
 # kernel_tests NAME: prints the tests of an operator's kernels, one per line.
 kernel_tests() {
     local names file
-    names="$(sed -nE -e '/^@launch\.fused\($/{n;s/^ *([a-z0-9_]*\.)?([a-z0-9_]+),$/\2/p;}' \
-        -e 's/^@launch\.fused\(([a-z0-9_]*\.)?([a-z0-9_]+)[,)].*/\2/p' \
+    names="$(sed -nE -e '/^@?launch\.fused\($/{n;s/^ *([a-z0-9_]*\.)?([a-z0-9_]+),.*/\2/p;}' \
+        -e 's/^@?launch\.fused\(([a-z0-9_]*\.)?([a-z0-9_]+)[,)].*/\2/p' \
         fp8_dist/kernels/cuda/triton/*.py)"
     if ! grep -qx -- "$1" <<< "$names"; then
         echo "--kernel takes an operator with Triton kernels:" $names >&2

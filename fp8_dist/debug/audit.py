@@ -317,7 +317,11 @@ class _Recorder(TorchDispatchMode):
         by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis, module = collective.op, self._axis(collective.group), self._path.current
+        op, axis, module = (
+            collective.op,
+            _axis_name(collective.group, self._axes),
+            self._path.current,
+        )
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
             elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
@@ -341,14 +345,15 @@ class _Recorder(TorchDispatchMode):
                     sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
         return sizes
 
-    def _axis(self, group: dist.ProcessGroup | None) -> str:
-        if group is None:
-            return "unknown"
-        # torch describes the default group as default_pg, and the group of an axis as mesh_AXIS.
-        nameless, described = f"group {group.group_name}", group.group_desc
-        known = {"default_pg": "world", "": nameless, "undefined": nameless}
-        name = known.get(described, described.removeprefix("mesh_"))
-        return self._axes.get(group.group_name, name)
+
+def _axis_name(group: dist.ProcessGroup | None, axes: dict[str, str]) -> str:
+    if group is None:
+        return "unknown"
+    # torch describes the default group as default_pg, and the group of an axis as mesh_AXIS.
+    nameless, described = f"group {group.group_name}", group.group_desc
+    known = {"default_pg": "world", "": nameless, "undefined": nameless}
+    name = known.get(described, described.removeprefix("mesh_"))
+    return axes.get(group.group_name, name)
 
 
 def _rewrites_ops(kind: Any) -> bool:

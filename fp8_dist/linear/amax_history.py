@@ -72,9 +72,11 @@ class AmaxHistory:
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
         restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
+        is_replaced: whether the layer has taken an input that layers share instead.
     """
 
     restored = False
+    is_replaced = False
 
     def __init__(self, scheme: Dense, length: int, mesh: DeviceMesh | None = None) -> None:
         self.scheme = scheme
@@ -331,7 +333,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
         was_cast, history.steps = history.current is not None, 0
         history.current = history.last = None
         if history.history is None:
-            if is_local and not was_cast:
+            if not was_cast and (is_local or history.is_replaced):
                 continue
             # Only here does the host read values. They are the same on all ranks.
             on_host = on_host or values.tolist()

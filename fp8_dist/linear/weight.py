@@ -630,7 +630,9 @@ class Float8Weight:
             unused: Any = self._histories.get("input")
             if shared and unused not in (None, shared) and unused.current is None:
                 # A checkpoint may have filled it. It would be outdated when the layer casts again.
-                unused.load(torch.zeros(0))
+                unused.is_replaced = True
+                if unused.history is not None:
+                    unused.load(torch.zeros(0))
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""

@@ -109,7 +109,7 @@ def layout_over(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement, fq
         for p in layout.placements
     )
     try:
-        joined = _joined(layout.mesh, mesh, id(layout.mesh), id(mesh))
+        joined = _joined(layout.mesh, mesh)
     except RuntimeError as error:
         raise ValueError(
             f"{fqn}: the weight is a DTensor on {layout.mesh}, so it can't be a local part on "
@@ -132,8 +132,8 @@ def _replicated_over(layout: Layout, mesh: DeviceMesh) -> Placements:
     return tuple([Replicate() if same else p for same, p in axes])
 
 
-@lru_cache(maxsize=1024)  # equal meshes have groups of their own: the key has their identities
-def _joined(outer: DeviceMesh, inner: DeviceMesh, *identities: int) -> DeviceMesh:
+@lru_cache(maxsize=1024)
+def _joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return torch_internals.concatenated_mesh([outer, inner])
 
 

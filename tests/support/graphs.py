@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.debug.audit import CommRow, CommTable
+from fp8_dist.debug.audit import CommRow, CommTable, _axis_name
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels import cast_and_measure, cast_copies, cast_rows, quantize
 from fp8_dist.kernels.blocks import cast_blocks, quantize_block_copies
@@ -105,7 +105,7 @@ class Graphs:
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        self._axis = comm_audit(mesh)._axis
+        self._axes = comm_audit(mesh)._axes
         self.made: Counter[str] = Counter()
         self.forget_runs()
         self.backend = aot_autograd(
@@ -156,7 +156,7 @@ class Graphs:
                 (buffer,) = collective.tensors
                 elements = buffer.numel() * collective.factor
                 size = elements * buffer.dtype.itemsize
-                axis = self._axis(collective.group)
+                axis = _axis_name(collective.group, self._axes)
                 row = CommRow(collective.op, axis, buffer.dtype, "", False, 1, elements, size, size)
                 rows.append(row)
         return ops, rows
