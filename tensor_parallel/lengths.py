@@ -52,10 +52,12 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
     if isinstance(style, parallel.PrepareModuleInput):
         pairs = style.input_layouts or (), style.desired_input_layouts or ()
         module.register_forward_pre_hook(lambda _, args: check(name, args, *pairs))
-    elif layouts := getattr(style, "output_layouts", None):
-        # The output of a linear layer is a DTensor here, of which only the desired layout counts.
-        pairs = layouts, getattr(style, "desired_output_layouts", layouts)
+    elif isinstance(style, parallel.PrepareModuleOutput):
+        pairs = style.output_layouts, style.desired_output_layouts
         module.register_forward_hook(lambda _, args, output: check(name, output, *pairs))
+    elif isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
+        layouts: Any = style.output_layouts  # of a DTensor with any placement
+        module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
 def _simple_styles(style: Any) -> Iterator[Any]:
@@ -70,5 +72,8 @@ def _read(style: Any) -> Iterable[Placement | None]:
     """The placements that a style assumes for plain inputs."""
     if isinstance(style, parallel.SequenceParallel):
         return style.sequence_sharding
-    layouts = getattr(style, "input_layouts", None) or ()
-    return (*layouts, *getattr(style, "input_kwarg_layouts", {}).values())
+    if isinstance(style, parallel.PrepareModuleInput):
+        return (*(style.input_layouts or ()), *style.input_kwarg_layouts.values())
+    if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
+        return style.input_layouts  # type: ignore[no-any-return]
+    return ()

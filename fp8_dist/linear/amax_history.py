@@ -72,7 +72,8 @@ class AmaxHistory:
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
         restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
-        is_replaced: whether the layer has taken an input that layers share instead.
+        is_replaced: whether the layer takes an input that layers share, so that this history is not
+            advanced. It is saved as empty, because its amaxes are outdated when it is used again.
     """
 
     restored = False
@@ -152,6 +153,7 @@ class AmaxHistory:
             backward: the number of the backward; ``None`` if ``begins`` is not known.
             begins: whether the pass begins to accumulate gradients.
         """
+        self.is_replaced = False
         if backward not in (None, self._recorded_in):
             # A layer that is called several times has no gradient before the last of its backwards.
             self._recorded_in = backward
@@ -198,14 +200,16 @@ class AmaxHistory:
         return (self.statistic.to(value.device) + poison,), value
 
     def amaxes(self) -> torch.Tensor:
-        """The amaxes in the history, fp32, on the CPU."""
-        row = torch.zeros(0, device="cpu") if self.history is None else self.history.cpu()
+        """The amaxes to save, fp32, on the CPU."""
+        if self.history is None or self.is_replaced:
+            return torch.zeros(0, device="cpu")
+        row = self.history.cpu()
         return row[row > 0]
 
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
         self.current = self.history = self.statistic = self.last = None
-        self.restored = False
+        self.restored = self.is_replaced = False
         history = history.detach()[: self.length]
         if len(history):
             row = pad(history.to(torch.float32), (0, self.length - len(history)))
@@ -333,7 +337,7 @@ def advance(histories: Sequence[AmaxHistory], values: torch.Tensor, is_local: bo
         was_cast, history.steps = history.current is not None, 0
         history.current = history.last = None
         if history.history is None:
-            if not was_cast and (is_local or history.is_replaced):
+            if is_local and not was_cast:
                 continue
             # Only here does the host read values. They are the same on all ranks.
             on_host = on_host or values.tolist()

@@ -627,12 +627,8 @@ class Float8Weight:
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
             (shared or self._histories[name]).record(value, backward, bool(begins))
-            unused: Any = self._histories.get("input")
-            if shared and unused not in (None, shared) and unused.current is None:
-                # A checkpoint may have filled it. It would be outdated when the layer casts again.
-                unused.is_replaced = True
-                if unused.history is not None:
-                    unused.load(torch.zeros(0))
+            if shared and (own := self._histories.get("input")) is not None:
+                own.is_replaced = own is not shared
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""

@@ -141,7 +141,8 @@ class ExpertWeight(Float8Weight):
         """
         casts, tensor = self.forward_casts(parameter), local_part(parameter)
         if not self.is_transposed:
-            return Weight(tensor, casts, self, self.layout(parameter))
+            layout = self.layout(parameter) if isinstance(parameter, DTensor) else None
+            return Weight(tensor, casts, self, layout)
         (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
         if recast is not None:
             statistics = tuple([matrix.mT for matrix in recast.statistics])
@@ -351,9 +352,11 @@ def weight_of(module: nn.Module, name: str) -> Weight:
     Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
     """
     weight: Any = weights_of(module)[name]
-    if not torch.compiler.is_compiling():  # a graph compares when it looks up casts
+    parameter = getattr(module, name)
+    compiling = torch.compiler.is_compiling()  # a graph compares when it looks up casts
+    if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
         weight.compare("the first forward")
-    return weight.operand(getattr(module, name))
+    return weight.operand(parameter)
 
 
 def parts_of(module: nn.Module) -> dict[str, Placement]:
