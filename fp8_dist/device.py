@@ -80,12 +80,12 @@ def device_has_float8_gemm(device: torch.device) -> bool:
 def rounds_to(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether a device has an instruction that rounds fp32 to a float8 dtype as torch does.
 
-    NVIDIA GPUs have one from compute capability 9.0 (Hopper). Ada's instruction takes fp16, to
-    which Triton truncates. AMD's instructions are not used, because their formats and rounding
-    differ between generations.
+    NVIDIA GPUs have one from compute capability 9.0 (Hopper). Ada's does not count: it
+    takes fp16, to which Triton truncates fp32. AMD's do not either, because their formats and
+    rounding differ between generations.
     """
-    is_known = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-    return is_known and _nvidia_capability(device) >= (9, 0)
+    is_ocp = dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+    return is_ocp and _nvidia_capability(device) >= (9, 0)
 
 
 @constant_in_graphs

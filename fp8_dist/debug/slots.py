@@ -43,7 +43,7 @@ def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterat
             for cast_for, scheme in weight.casts_of(operand).items():
                 is_delayed, folded = operand in config.recipe.delayed, None
                 if config.recipe.folds and operand == "grad_output" and len(cast_for) == 1:
-                    # Experts are left out: they fold scales after the cast, into one float8 copy.
+                    # Not for experts: their one cast serves both GEMMs, and is folded afterwards.
                     folded = next(o for o in GEMM_OPERANDS[cast_for[0]] if o != operand)
                 yield Slot(fqn, weight, operand, cast_for, scheme, is_delayed, folded)
         for gemm in get_args(Gemm):

@@ -65,7 +65,7 @@ def fold_gradient(
     g0 = quantize(grad, multipliers[:, :1], dtype, saturate=False).to(torch.float32) * scales[:, :1]
     results: list[torch.Tensor] = []
     if weight_fold is not None:
-        results += first_fold(g0, weight_fold, multipliers[:, 1:], dtype)
+        results += fold_weight_scale(g0, weight_fold, multipliers[:, 1:], dtype)
     if input_scale is not None:
         folded = g0 * (input_scale * UNIT).view(-1, 1)
         multiplier, scale = scaling_from_amax(amax(folded, (0,)), dtype, True)
@@ -127,7 +127,7 @@ def fold_groups(
     if weight_scale is not None:
         fold = (weight_scale * UNIT).index_select(0, group)
         multiplier, _ = scaling_from_amax(amax(values * fold, (1,)), dtype, True)
-        results += first_fold(values, fold, multiplier, dtype)
+        results += fold_weight_scale(values, fold, multiplier, dtype)
     if input_scale is not None:
         values = values * (input_scale * UNIT).view(-1, 1)
         amaxes = amaxes_of_groups(values, group, groups)
@@ -150,7 +150,7 @@ def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     return torch.ones(1, operand.shape[-1], dtype=torch.float32, device=operand.device)
 
 
-# An operator, because inductor (2.13) can't view the result of torch.cat, if fused, as integers.
+# An operator, because Inductor (2.13) can't view a torch.cat that it has fused as integers.
 @custom_op(
     "row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor",
     fake=lambda grad, weight_fold: grad.new_empty(
@@ -165,7 +165,7 @@ def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Te
     return torch.cat(rows, dim=-1)
 
 
-def first_fold(
+def fold_weight_scale(
     g0: torch.Tensor, weight_fold: torch.Tensor, multiplier: torch.Tensor, dtype: torch.dtype
 ) -> list[torch.Tensor]:
     """Return g1 and the scales of its rows."""

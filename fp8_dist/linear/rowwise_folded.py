@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist import mesh
 from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
-from fp8_dist.kernels.folding import UNIT, first_fold, fold_gradient, row_amaxes, unit_scales
+from fp8_dist.kernels.folding import UNIT, fold_gradient, fold_weight_scale, row_amaxes, unit_scales
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.observing import Owner, Source, is_observed, observe
 from fp8_dist.mesh import Layout, Placements
@@ -141,7 +141,7 @@ def _fold_distributed(
     layout = layout._replace(placements=placements)
     g0, copies = qdata.to(torch.float32) * numbers[..., :1], []
     if weight_fold is not None:
-        copies += first_fold(g0, weight_fold, numbers[..., 1:], dtype)
+        copies += fold_weight_scale(g0, weight_fold, numbers[..., 1:], dtype)
     if t is not None:
         folded = g0 * (t * UNIT)
         columns = (amax(folded, column.levels[0].covered_dims(folded.ndim)),)

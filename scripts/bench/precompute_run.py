@@ -17,7 +17,7 @@ from scripts.common.ranks import run_on_ranks
 
 
 def precomputing(name: str, args: argparse.Namespace) -> Callable[[], None]:
-    """The precompute of a candidate's model: linear layers under FSDP2, each a group of its own."""
+    """Shard a candidate's model, each linear layer by itself, and return its precompute."""
     layers = (nn.Linear(args.size, args.size, bias=False) for _ in range(args.layers))
     model = nn.Sequential(*layers).to(args.device)
     convert(name, model, shard=True)

@@ -70,8 +70,8 @@ def launch_in(
 ) -> tuple[bool, str, str]:
     """Launch in a folder; return whether all went well, stdout and stderr.
 
-    The launcher runs in a fork. In this process, threads that it leaves behind might hold locks
-    when the ranks of the next launch are forked.
+    The launcher runs in a fork: here it would leave threads behind, which might hold locks when
+    the ranks of the next launch are forked.
     """
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
 

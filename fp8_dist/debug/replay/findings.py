@@ -31,8 +31,8 @@ class Finding(NamedTuple):
         text: a description.
         element: the global index of the first wrong element; for a result, and for rows of experts,
             the index in the rank's part. None if tensors were not recorded.
-        ranks: the rank that has the element. If copies differ, the ranks outside of the largest
-            group of equal copies, or all of them if no group is the largest.
+        ranks: the rank that has the element. If copies differ, the ranks whose copies are not those
+            of the most ranks; all ranks with copies if there is a tie.
         cast: the cast of the operand; None if parts of it were not recorded.
     """
 
@@ -58,8 +58,8 @@ class Replay:
 
     Attributes:
         files: the dictionaries that the ranks wrote, without records.
-        findings: the findings in the order of the casts and GEMMs. Those in steps before the first
-            wrong one (before the recorded step, if nothing is wrong) come last.
+        findings: the findings in the order of the casts and GEMMs, from the first step with a wrong
+            one (or else the recorded step) on; then those of earlier steps.
         checked: the number of casts, operands and GEMMs that were compared, by outcome.
         casts: the casts that could be repeated.
 

@@ -54,8 +54,8 @@ def _block_scaled_mm(
     )
     if product.shape == (rows, columns):
         return product
-    first = blocks_b[3]
-    return product[:rows, first : first + columns].contiguous()
+    first_column = blocks_b[3]
+    return product[:rows, first_column : first_column + columns].contiguous()
 
 
 def _obstacle(
@@ -97,7 +97,7 @@ def _in_whole_blocks(x: Tensor, blocks: Sequence[int]) -> Tensor:
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:
-    """Extend to a multiple of ``ALIGNMENT`` rows, of arbitrary values, without a copy if possible.
+    """Extend to a multiple of ``ALIGNMENT`` rows; added rows hold any values. Copy only if needed.
 
     Casts leave memory for these (:func:`fp8_dist.kernels.cuda.triton.launch.empty_layouts`).
     """

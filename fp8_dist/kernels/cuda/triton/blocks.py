@@ -129,7 +129,7 @@ def _cast_blocks(
         if copies[0] is not None:
             tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
         if copies[1] is not None:
-            tiles.store_transposed(copies[1], code, i, j, M, K, IS_PART=True)
+            tiles.store_transposed(copies[1], code, i, j, M, K, MAY_BE_NEGATIVE=True)
         if packed is not None:
             pair = tiles.indices(tl.program_id(1), TILE_N // 2) - first_column // 2
             mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]

@@ -81,8 +81,8 @@ STEPS = 8
 class Tuned:
     """Kernel that is autotuned over a few configs, on the first call of each kind.
 
-    The config does not change the result. Two calls are of the same kind if they have the same
-    constants and dtypes, and numbers of program instances and of elements with equal bit lengths.
+    The config does not change the result. Two calls are of the same kind if they have equal
+    constants and dtypes, and their grids and element counts have equal bit lengths.
     """
 
     def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:

@@ -1,7 +1,7 @@
 """Tiles of matrices: their indices, loads and stores.
 
-Matrices are passed as made by :func:`fp8_dist.kernels.cuda.triton.launch.matrix`, and copies as the
-result of :func:`fp8_dist.kernels.cuda.triton.launch.as_layouts`.
+A kernel takes a matrix as the tuple of :func:`fp8_dist.kernels.cuda.triton.launch.matrix`, and its
+output copies as the pair of :func:`fp8_dist.kernels.cuda.triton.launch.as_layouts`.
 """
 
 import triton
@@ -36,17 +36,17 @@ def store_transposed(
     j: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
-    IS_PART: tl.constexpr = False,
+    MAY_BE_NEGATIVE: tl.constexpr = False,
 ) -> None:
     """Store a tile of ``[M, K]`` in a transposed copy, with zeros up to a multiple of 16 columns.
 
-    ``IS_PART``: i and j may be negative, where nothing is stored.
+    ``MAY_BE_NEGATIVE``: i and j may be negative, where nothing is stored.
     """
     columns = tl.cdiv(M, 16) * 16
     if columns != M:
         tile = tl.where(i[:, None] < M, tile, 0)
     down, across = j < K, i < columns
-    if IS_PART:
+    if MAY_BE_NEGATIVE:
         down, across = down & (j >= 0), across & (i >= 0)
     places = j[:, None] * columns + i[None, :]
     tl.store(out + places, tl.trans(tile), mask=down[:, None] & across[None, :])
