@@ -95,7 +95,7 @@ def test_auto_gathers_in_float8_where_one_copy_serves_both_gemms() -> None:
     for name in Float8LinearRecipeName:
         config = recipe(name, enable_fsdp_float8_all_gather="auto")
         assert config.enable_fsdp_float8_all_gather == "auto"
-        assert config.fsdp_float8_all_gather is (config.recipe.gather_scheme["weight"] is not None)
+        assert config.fsdp_float8_all_gather is (len(config.recipe.schemes["weight"]) == 1)
         off = replace(config, enable_fsdp_float8_all_gather=False)
         assert off.fsdp_float8_all_gather is False
     assert Float8LinearConfig(enable_fsdp_float8_all_gather=True).fsdp_float8_all_gather is True
