@@ -700,13 +700,12 @@ def have_gradients(leaves: Iterable[Any], parameters: Iterable[FsdpParameter]) -
         id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
         for param in parameters
     }
-    return any(
-        leaf.grad is not None
-        or leaf._post_accumulate_grad_hooks
-        or getattr(leaf, "_saved_grad_shard", None) is not None  # of FSDP1
-        or in_fsdp.get(id(leaf), False)
-        for leaf in leaves
-    )
+    for leaf in leaves:
+        if leaf.grad is not None or leaf._post_accumulate_grad_hooks or in_fsdp.get(id(leaf)):
+            return True
+        if vars(leaf).get("_saved_grad_shard") is not None:  # of FSDP1
+            return True
+    return False
 
 
 def fsdp_is_running(group: Any) -> bool:

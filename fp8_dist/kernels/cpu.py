@@ -154,7 +154,7 @@ def _emulated(
                 # With beta=0 the first argument is ignored. Alpha scales the fp32 accumulator.
                 left, right = upcast(a, wide), upcast(b, wide)
                 product = torch.addmm(_UNUSED[wide], left, right, beta=0, alpha=alpha)
-                return product.to(out_dtype)
+                return product if wide is out_dtype else product.to(out_dtype)
         elif _are_powers_of_2(scale_a) and _are_powers_of_2(scale_b):
             left = _without_nan(upcast(a, wide), scale_a)
             right = _without_nan(upcast(b, wide), scale_b)
