@@ -1,17 +1,14 @@
-"""Every private name of torch that the library uses, under a public name.
+"""Every private name of torch that the library uses, under a public name, but those of FSDP2.
 
 A release of torch may rename any of them. Importing the library then raises an ImportError that
-names it and the release. Attributes of FSDP2's objects are an exception: reading one that is
-missing raises an AttributeError.
+names it and the release.
 """
 
 import gc
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from functools import cache, cached_property, lru_cache, wraps
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache, wraps
 from hashlib import blake2b
 from itertools import accumulate
 from operator import mul
@@ -20,9 +17,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn as nn
 from torch.autograd import forward_ad
-from torch.distributed import ReduceOp, is_available, is_initialized
+from torch.distributed import is_available, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-def _missing(owner: Any, names: str) -> list[str]:
+def missing(owner: Any, names: str) -> list[str]:
     """The attributes that an object or a class of torch neither has nor declares."""
     cls = owner if isinstance(owner, type) else type(owner)
     declared = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", ())}
@@ -38,16 +34,24 @@ def _missing(owner: Any, names: str) -> list[str]:
     return [f"{cls.__name__}.{name}" for name in names.split() if name not in declared]
 
 
-try:
+@contextmanager
+def names_of_torch() -> Iterator[None]:
+    """Raise an ImportError that names torch's release if a private name is missing."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {error}. "
+            "Install another release of torch"
+        ) from error
+
+
+with names_of_torch():
     from torch._ops import OpOverload as OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed import _functional_collectives
-    from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
     from torch.distributed.distributed_c10d import _resolve_process_group
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -73,43 +77,28 @@ try:
     _has_avx512_bf16 = torch.cpu._is_avx512_bf16_supported
     root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
     concatenated_mesh: Callable[[list[DeviceMesh]], DeviceMesh] = DeviceMesh._concatenate
-    _init_extensions = FSDPParam._init_extensions
-    _foreach_reduce = _fsdp_param_group.foreach_reduce
-    _post_backward = _fsdp_param_group.FSDPParamGroup.post_backward
-    _reduction = inspect.signature(_foreach_reduce)
     _ = forward_ad._current_level  # in_forward_ad reads it
     tensor_data: Any = torch.Tensor.data  # the descriptor behind tensor.data
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # Attributes and methods that the library reads, calls, or overrides in subclasses.
-    _announced = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
-    _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     if _renamed := [
-        *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
-        *_missing(torch._C, "_current_graph_task_id _will_engine_execute_node"),
-        *_missing(torch._C, "_set_throw_on_mutable_data_ptr"),
-        *_missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
-        *_missing(torch.Tensor, "_make_subclass _make_wrapper_subclass"),
-        *_missing(torch.UntypedStorage, "_cdata"),
-        *_missing(torch.ops.aten.mm.default, "_schema"),
-        *_missing(torch.autograd.Variable._execution_engine, "queue_callback"),
-        *_missing(DTensor, "_local_tensor"),
-        *_missing(FSDPModule, "_get_fsdp_state"),
-        *_missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
-        *_missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
-        *_missing(nn.Module, "_parameters _buffers _modules"),
-        *_missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
-        *_missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
-        *_missing(Optimizer, "_optimizer_step_post_hooks"),
-        *_missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
-        *_missing(PrepareModuleInput, "_apply _prepare_input_arg"),
+        *missing(torch._C, "_current_graph_task_id _will_engine_execute_node"),
+        *missing(torch._C, "_set_throw_on_mutable_data_ptr"),
+        *missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
+        *missing(torch.Tensor, "_make_subclass _make_wrapper_subclass"),
+        *missing(torch.UntypedStorage, "_cdata"),
+        *missing(torch.ops.aten.mm.default, "_schema"),
+        *missing(torch.autograd.Variable._execution_engine, "queue_callback"),
+        *missing(DTensor, "_local_tensor"),
+        *missing(nn.Module, "_parameters _buffers _modules"),
+        *missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
+        *missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
+        *missing(Optimizer, "_optimizer_step_post_hooks"),
+        *missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
+        *missing(PrepareModuleInput, "_apply _prepare_input_arg"),
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
-except (ImportError, AttributeError) as error:
-    raise ImportError(
-        f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}: {error}. "
-        "Install another release of torch"
-    ) from error
 
 # Types of the tensors that torch passes while it traces a graph.
 STAND_INS = (FakeTensor, FunctionalTensor)
@@ -515,303 +504,3 @@ def can_skip_dispatch(tensor: torch.Tensor) -> bool:
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta
     )
-
-
-def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module that ``fully_shard`` was called on."""
-    state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    # torch 2.11 has one at most.
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def fsdp_groups() -> list[Any]:
-    """The parameter groups of all modules that ``fully_shard`` was called on."""
-    groups = [group for module in _fsdp_modules() for group in fsdp_groups_of_module(module)]
-    return list(dict.fromkeys(groups))
-
-
-def _fsdp_modules() -> list[FSDPModule]:
-    return [module for module in list(_modules_with_state) if isinstance(module, FSDPModule)]
-
-
-def fsdp_roots_of(group: Any) -> list[nn.Module]:
-    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
-
-    Roots that share streams with the group's root are included.
-    """
-    states: dict[Any, Any] = {module: module._get_fsdp_state() for module in _fsdp_modules()}
-    roots = [m for m, s in states.items() if s._is_root and s._comm_ctx is group.comm_ctx]
-    return list(dict.fromkeys([*roots, *group.modules]))
-
-
-def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
-    """Call a function with each parameter that ``fully_shard`` shards.
-
-    It runs before FSDP2 looks for all-gather hooks of the local tensor: when the parameter is
-    sharded, and before the first gather, because a loader may have replaced the parameter.
-    """
-
-    @wraps(_init_extensions)
-    def with_call(self: Any) -> None:
-        call(FsdpParameter(self))
-        _init_extensions(self)
-
-    FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
-
-
-def fsdp_init_shards(module: FSDPModule) -> None:
-    """Make FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
-    for group in fsdp_groups_of_module(module):
-        is_done = group._reset_sharded_params
-        if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
-            group.lazy_init()
-
-
-class FsdpParameter:
-    """A parameter that FSDP2 shards."""
-
-    def __init__(self, fsdp_param: Any) -> None:
-        self.own = fsdp_param  # FSDP2's object
-
-    @cached_property
-    def group(self) -> Any:
-        """The parameter group."""
-        return next(g for g in fsdp_groups() if any(param is self.own for param in g.fsdp_params))
-
-    @property
-    def led_group(self) -> Any:
-        """The group whose first parameter it is; None while ``fully_shard`` makes the group."""
-        return next((g for g in fsdp_groups() if g.fsdp_params[0] is self.own), None)
-
-    @property
-    def users(self) -> list[tuple[nn.Module, str]]:
-        """The modules that share the parameter, each with its name there; hooks get the first."""
-        info = self.own._module_info
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        return [(info.module, info.param_name), *shared]
-
-    @property
-    def sharded(self) -> DTensor:
-        """The sharded parameter."""
-        return self.own.sharded_param
-
-    @property
-    def unsharded(self) -> torch.Tensor | None:
-        """The unsharded parameter; None before the first gather."""
-        return getattr(self.own, "_unsharded_param", None)
-
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """The mesh over which it is sharded, or replicated."""
-        return self.own.shard_mesh_from_root
-
-    @property
-    def gathered_as(self) -> torch.dtype | None:
-        """The dtype of the gather; None if it is the parameter's own, or hooks choose it."""
-        return None if hasattr(self.own, "_extensions_data") else self.own.mp_policy.param_dtype
-
-    def replace_local(self, local: Any) -> None:
-        """Replace the local tensor by a wrapper of it."""
-        set_dtensor_local(self.sharded, local)
-        # FSDP2 (2.13) compares the address of this padded tensor with that of the local one, unless
-        # it is of a type of its own.
-        data = self.own._sharded_param_data
-        self.own._sharded_param_data = local.like(getattr(data, "plain", data))
-
-    def forget_hooks(self) -> None:
-        """Make FSDP2 gather the parameter as a plain one, after its local tensor was unwrapped."""
-        self.own.reset_sharded_param()
-        # Remove the state of earlier gathers.
-        for name in ("_extensions_data", "_unsharded_param"):
-            self.own.__dict__.pop(name, None)
-        self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
-
-    @property
-    def is_trained(self) -> bool:
-        """Whether a backward computes its gradient."""
-        return (self.sharded if self.unsharded is None else self.unsharded).requires_grad
-
-    def has_gradient(self) -> bool:
-        """Whether FSDP2 holds an unsharded gradient of the parameter."""
-        accumulated = getattr(self.own, "unsharded_accumulated_grad", None)  # torch < 2.15
-        return accumulated is not None or getattr(self.unsharded, "grad", None) is not None
-
-    def has_unreduced(self) -> bool:
-        """Whether FSDP2 holds a gradient that is not fully reduced yet."""
-        partial_output = getattr(self.group, "_partial_reduce_output", None)
-        return partial_output is not None or self.has_gradient()
-
-
-def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
-    """The parameters of FSDP2's parameter groups, in their order."""
-    for group in groups:
-        for fsdp_param in group.fsdp_params:
-            parameter = FsdpParameter(fsdp_param)
-            parameter.group = group  # cached: searching for it is slow
-            yield parameter
-
-
-def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:
-    """Fill the gradients of unsharded parameters with one value; they share memory."""
-    numbers: torch.Tensor | None = None
-    unsharded = [param.unsharded for param in parameters if param.unsharded is not None]
-    for parameter in sorted(unsharded, key=lambda param: -param.numel()):
-        local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
-        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-        if numbers is None or numbers.dtype != dtype or len(numbers) < local.numel():
-            numbers = torch.full((local.numel(),), value, dtype=dtype, device=local.device)
-        gradient = numbers[: local.numel()].view(local.shape)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            gradient = make_dtensor(gradient, mesh, placements, parameter.shape)
-        parameter.grad = gradient
-
-
-class _Untouched:
-    """Stand-in, in FSDP2, for a sharded parameter whose gradient is dropped."""
-
-    grad: torch.Tensor | None = None
-    _post_accumulate_grad_hooks = None
-
-    def __init__(self, sharded: DTensor) -> None:
-        self.sharded = sharded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sharded, name)
-
-
-def without_fsdp_gradient(parameter: Any) -> Any:
-    """A stand-in for FSDP2's object of a parameter that drops its gradient."""
-    stand_in = copy(parameter)
-    stand_in.sharded_param = _Untouched(parameter.sharded_param)
-    return stand_in
-
-
-def have_gradients(leaves: Iterable[Any], parameters: Iterable[FsdpParameter]) -> bool:
-    """Whether any leaf of autograd's graph may have a gradient, perhaps held by FSDP or a hook.
-
-    A hook may accumulate gradients elsewhere, for instance in fp32, or update the leaf.
-
-    ``parameters``: those of FSDP2 that may be among the leaves.
-    """
-    in_fsdp = {
-        id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
-        for param in parameters
-    }
-    for leaf in leaves:
-        if leaf.grad is not None or leaf._post_accumulate_grad_hooks or in_fsdp.get(id(leaf)):
-            return True
-        if vars(leaf).get("_saved_grad_shard") is not None:  # of FSDP1
-            return True
-    return False
-
-
-def fsdp_is_running(group: Any) -> bool:
-    """Whether FSDP2 runs the forward or the backward of a parameter group."""
-    return group._training_state.name != "IDLE"
-
-
-def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
-    """Whether a parameter group has ``reshard_after_forward=<int>``."""
-    return group.post_forward_mesh_info not in (None, group.mesh_info)
-
-
-def fsdp_padded_shapes(group: Any) -> dict[Any, torch.Size]:
-    """Padded shapes of the shards in a group's reduce-scatter, by FSDP2's parameter objects."""
-    return {param: param.padded_sharded_param_size for param in group.fsdp_params}
-
-
-def fsdp_reduce_scatter_group(group: Any) -> Any:
-    """The process group of a parameter group's reduce-scatter; None if nothing is sharded."""
-    if group.mesh_info.shard_mesh_dim is None:
-        return None
-    return group._reduce_scatter_process_group
-
-
-def fsdp_reduction(group: Any) -> Any:
-    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
-    comm = group._reduce_scatter_comm
-    return None if type(comm) is DefaultReduceScatter else comm
-
-
-def set_fsdp_reduction(group: Any, comm: Any) -> None:
-    """Replace the reduce-scatter of a parameter group; None restores FSDP2's own."""
-    group.modules[0].set_custom_reduce_scatter(DefaultReduceScatter() if comm is None else comm)
-
-
-@cache
-def announce_fsdp_reductions(comm_class: type) -> None:
-    """Make FSDP2 announce each reduction to custom reduce-scatters of a class.
-
-    FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
-    what follows, and does not call it for a single rank. With this patch it calls two methods:
-
-    ``complete(runs)``, before it looks for gradients. The method may add some. ``runs``: whether
-    the backward of the group's modules runs, alike on all ranks.
-
-    ``prepare(parameters, gradients, replicas, hook)``, before the reduction; returns new
-    ``replicas`` and ``hook``. ``parameters`` are keys of :func:`fsdp_padded_shapes`, in the order
-    of the buffer; the method may replace them by :func:`without_fsdp_gradient`. ``gradients`` has
-    the same length; tensors that are appended to it stay in the reduced buffer. ``replicas`` is
-    the process group of HSDP's all-reduce, ``hook`` a function of the reduced buffer; either may
-    be None. A new hook runs on the stream of the last reduction.
-    """
-
-    @disabled_in_graphs()
-    @wraps(_post_backward)
-    def completed(self: Any, *unused: Any) -> Any:
-        if isinstance(self._reduce_scatter_comm, comm_class) and self.reduce_grads:
-            runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
-            self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
-        return _post_backward(self, *unused)
-
-    @disabled_in_graphs()
-    @wraps(_foreach_reduce)
-    def announced(*args: Any, **kwargs: Any) -> Any:
-        bound = _reduction.bind(*args, **kwargs)
-        parameters, grads, comm, replicas, hook, stream, dtype = (
-            bound.arguments[name] for name in _announced
-        )
-        if isinstance(comm, comm_class):
-            if dtype is not None and len({grad.dtype for grad in grads}) > 1:
-                # FSDP2 converts the gradients that it accumulates, and raises for mixed dtypes.
-                grads[:] = [grad.to(dtype) for grad in grads]
-            group, new_hook = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
-            bound.arguments |= {"all_reduce_group": group, "all_reduce_hook": new_hook}
-            if replicas is None and hook is None and new_hook is not None:
-                # FSDP2 frees the buffer, allocated on this stream, without waiting for others.
-                bound.arguments["all_reduce_stream"] = stream
-        return _foreach_reduce(*bound.args, **bound.kwargs)
-
-    _fsdp_param_group.FSDPParamGroup.post_backward = completed  # type: ignore[method-assign]
-    _fsdp_param_group.foreach_reduce = announced
-
-
-def fsdp_has_second_reduction(group: Any) -> bool:
-    """Whether a second reduction follows: HSDP's, or that of ``set_all_reduce_hook``."""
-    return group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None
-
-
-def fsdp_reduces_unused(group: Any) -> bool:
-    """Whether parameters that no rank has used get gradients of 0."""
-    return getattr(group, "reduce_scatter_unused_params", False)  # torch > 2.12
-
-
-def fsdp_ranks(group: Any) -> int:
-    """Number of ranks over which gradients of a parameter group are reduced, replicas included."""
-    return int(group.mesh_info.mesh.size())
-
-
-def fsdp_sums(group: Any) -> bool:
-    """Whether gradients of a parameter group are sums over ranks, not means."""
-    return (group.gradient_divide_factor or fsdp_ranks(group)) == 1
-
-
-def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
-    """Divisor of the sum in the reduction of a parameter group over a process group."""
-    if op == ReduceOp.AVG:
-        return float(reduced_over.size())
-    # A ReduceOp of PREMUL_SUM does not expose its factor.
-    return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)

@@ -10,13 +10,14 @@ from typing import Any
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from fp8_dist import torch_internals as internals
+from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.weight import wrap_sharded
 from fp8_dist.linear import agreement
 from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import warn_once
+from fp8_dist.torch_internals import in_backward
 
 
 def _when_sharded(parameter: internals.FsdpParameter) -> None:
@@ -54,7 +55,7 @@ internals.when_fsdp_shards(_when_sharded)
 def reshard(module: nn.Module, caller: str) -> None:
     """Reshard all FSDP modules, which puts their sharded parameters back in place."""
     names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
-    for part, name in names.items() if internals.in_backward() else ():
+    for part, name in names.items() if in_backward() else ():
         if any(map(internals.fsdp_is_running, internals.fsdp_groups_of_module(part))):
             raise ValueError(
                 f"{caller}: called within a backward of {name} (from a hook?), which still needs "

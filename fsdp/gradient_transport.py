@@ -26,11 +26,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8_dist import torch_internals as internals
+from fp8_dist import fsdp_internals as internals
 from fp8_dist import transport as wire
 from fp8_dist.linear import agreement, weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
+from fp8_dist.torch_internals import STAND_INS
 
 Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]
@@ -165,7 +166,7 @@ class EncodedReduction:
         assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
         received = wire.exchanged(rows, runs, group)
         # On other devices this check would make the host wait.
-        if received.is_cpu and not isinstance(received, internals.STAND_INS):
+        if received.is_cpu and not isinstance(received, STAND_INS):
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before the accumulated gradient is added, so it can't start from that.
         start = None

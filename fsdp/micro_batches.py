@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist import torch_internals as internals
+from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.gradient_transport import EncodedReduction
 
 _UNREDUCED = (

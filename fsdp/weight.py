@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from fp8_dist import fsdp_internals
 from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.linear.weight import Float8Weight, GatherPlan
@@ -130,7 +131,7 @@ def _as_input(scale: torch.Tensor) -> torch.Tensor:
     return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
-def wrap_sharded(parameter: internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
+def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
     """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as its layers ask.
 
     If FSDP2 gathers a weight in high precision, but its scales cover values of several ranks, its

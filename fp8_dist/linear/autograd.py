@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from fp8_dist import mesh
+from fp8_dist import fsdp_internals, mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear import observing, operands
@@ -223,8 +223,8 @@ def _pass_of(node: Any) -> _Pass:
     if _last_pass.number != internals.backward_id():
         leaves = [leaf.variable for leaf in _leaves(node) if internals.backward_runs(leaf)]
         parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-        in_fsdp = internals.fsdp_parameters(internals.fsdp_groups())
-        begins = bool(parameters) and not internals.have_gradients(parameters, in_fsdp)
+        in_fsdp = fsdp_internals.fsdp_parameters(fsdp_internals.fsdp_groups())
+        begins = bool(parameters) and not fsdp_internals.have_gradients(parameters, in_fsdp)
         _last_pass = _Pass(internals.backward_id(), bool(leaves), begins)
     return _last_pass
 

@@ -32,7 +32,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fp8_dist import mesh, scaling
+from fp8_dist import fsdp_internals, mesh, scaling
 from fp8_dist import torch_internals as internals
 from fp8_dist.cast import Copies, cast_by, cast_local_copies
 from fp8_dist.config import Float8LinearConfig
@@ -116,7 +116,7 @@ class Float8Weight:
         self._histories = {} if histories is None else histories
         self.handle = register_handle(self)
         self.is_compared = False
-        self.fsdp: internals.FsdpParameter | None = None
+        self.fsdp: fsdp_internals.FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
         self.scales_ready: QueuedWork | None = None
         self._plan: tuple[tuple[Any, ...], GatherPlan] | None = None  # its inputs, the plan
@@ -619,7 +619,7 @@ class Float8Weight:
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
             in_fsdp = [] if self.fsdp is None else [self.fsdp]
-            begins = not internals.have_gradients([parameter, self.master()], in_fsdp)
+            begins = not fsdp_internals.have_gradients([parameter, self.master()], in_fsdp)
         backward = None if begins is None else internals.backward_id()
         if history is not None and history.last is not None:
             # FSDP2's stream may have made it. It waits for this stream before it makes the next.

@@ -1,7 +1,6 @@
 """What happens if a release of torch has renamed private names."""
 
-import importlib.util
-from types import ModuleType
+import runpy
 from typing import Any
 
 import pytest
@@ -9,18 +8,15 @@ import torch
 import torch.nn as nn
 from reference import raised
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8_dist import torch_internals
+from fp8_dist import fsdp_internals, torch_internals
 
 
-def imported_again() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("imported_again", torch_internals.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def import_again() -> None:
+    for module in (torch_internals, fsdp_internals):
+        runpy.run_path(module.__file__)
 
 
 @pytest.fixture(autouse=True)
@@ -38,12 +34,13 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch, "_scaled_mm", "module 'torch' has no attribute '_scaled_mm'"),
         (DeviceMesh, "_concatenate", "type object 'DeviceMesh' has no attribute '_concatenate'"),
         (nn.Module, "_save_to_state_dict", "it has no Module._save_to_state_dict"),
+        (FSDPModule, "_get_fsdp_state", "it has no FSDPModule._get_fsdp_state"),
     ],
 )
 def test_a_name_that_every_use_needs(
     owner: Any, name: str, shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(owner, name)
-    message = raised(ImportError, imported_again)
+    message = raised(ImportError, import_again)
     release = f"fp8_dist needs torch >= 2.11, and does not know torch {torch.__version__}"
     assert message == f"{release}: {shown}. Install another release of torch"

@@ -1,0 +1,348 @@
+"""Every private name of FSDP2 that the library uses, under a public name.
+
+If a release of torch has renamed a name that is read here at import, importing the library raises
+an ImportError, as in ``torch_internals``. Reading an attribute of FSDP2's objects that is missing
+raises an AttributeError.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from copy import copy
+from functools import cache, cached_property, wraps
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fp8_dist.torch_internals import (
+    disabled_in_graphs,
+    dtensor_local,
+    make_dtensor,
+    missing,
+    names_of_torch,
+    set_dtensor_local,
+)
+
+with names_of_torch():
+    from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    _init_extensions = FSDPParam._init_extensions
+    _foreach_reduce = _fsdp_param_group.foreach_reduce
+    _post_backward = _fsdp_param_group.FSDPParamGroup.post_backward
+    _reduction = inspect.signature(_foreach_reduce)
+    _announced = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
+    _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
+    if _renamed := [
+        *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
+        *missing(FSDPModule, "_get_fsdp_state"),
+        *missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
+        *missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
+    ]:
+        raise AttributeError(f"it has no {', '.join(_renamed)}")
+
+
+def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
+    """The parameter groups of a module that ``fully_shard`` was called on."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    # torch 2.11 has one at most.
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def fsdp_groups() -> list[Any]:
+    """The parameter groups of all modules that ``fully_shard`` was called on."""
+    groups = [group for module in _fsdp_modules() for group in fsdp_groups_of_module(module)]
+    return list(dict.fromkeys(groups))
+
+
+def _fsdp_modules() -> list[FSDPModule]:
+    return [module for module in list(_modules_with_state) if isinstance(module, FSDPModule)]
+
+
+def fsdp_roots_of(group: Any) -> list[nn.Module]:
+    """The root modules under which FSDP2 runs a parameter group, and the group's own modules.
+
+    Roots that share streams with the group's root are included.
+    """
+    states: dict[Any, Any] = {module: module._get_fsdp_state() for module in _fsdp_modules()}
+    roots = [m for m, s in states.items() if s._is_root and s._comm_ctx is group.comm_ctx]
+    return list(dict.fromkeys([*roots, *group.modules]))
+
+
+def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
+    """Call a function with each parameter that ``fully_shard`` shards.
+
+    It runs before FSDP2 looks for all-gather hooks of the local tensor: when the parameter is
+    sharded, and before the first gather, because a loader may have replaced the parameter.
+    """
+
+    @wraps(_init_extensions)
+    def with_call(self: Any) -> None:
+        call(FsdpParameter(self))
+        _init_extensions(self)
+
+    FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
+
+
+def fsdp_init_shards(module: FSDPModule) -> None:
+    """Make FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
+    for group in fsdp_groups_of_module(module):
+        is_done = group._reset_sharded_params
+        if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
+            group.lazy_init()
+
+
+class FsdpParameter:
+    """A parameter that FSDP2 shards."""
+
+    def __init__(self, fsdp_param: Any) -> None:
+        self.own = fsdp_param  # FSDP2's object
+
+    @cached_property
+    def group(self) -> Any:
+        """The parameter group."""
+        return next(g for g in fsdp_groups() if any(param is self.own for param in g.fsdp_params))
+
+    @property
+    def led_group(self) -> Any:
+        """The group whose first parameter it is; None while ``fully_shard`` makes the group."""
+        return next((g for g in fsdp_groups() if g.fsdp_params[0] is self.own), None)
+
+    @property
+    def users(self) -> list[tuple[nn.Module, str]]:
+        """The modules that share the parameter, each with its name there; hooks get the first."""
+        info = self.own._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        return [(info.module, info.param_name), *shared]
+
+    @property
+    def sharded(self) -> DTensor:
+        """The sharded parameter."""
+        return self.own.sharded_param
+
+    @property
+    def unsharded(self) -> torch.Tensor | None:
+        """The unsharded parameter; None before the first gather."""
+        return getattr(self.own, "_unsharded_param", None)
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The mesh over which it is sharded, or replicated."""
+        return self.own.shard_mesh_from_root
+
+    @property
+    def gathered_as(self) -> torch.dtype | None:
+        """The dtype of the gather; None if it is the parameter's own, or hooks choose it."""
+        return None if hasattr(self.own, "_extensions_data") else self.own.mp_policy.param_dtype
+
+    def replace_local(self, local: Any) -> None:
+        """Replace the local tensor by a wrapper of it."""
+        set_dtensor_local(self.sharded, local)
+        # FSDP2 (2.13) compares the address of this padded tensor with that of the local one, unless
+        # it is of a type of its own.
+        data = self.own._sharded_param_data
+        self.own._sharded_param_data = local.like(getattr(data, "plain", data))
+
+    def forget_hooks(self) -> None:
+        """Make FSDP2 gather the parameter as a plain one, after its local tensor was unwrapped."""
+        self.own.reset_sharded_param()
+        # Remove the state of earlier gathers.
+        for name in ("_extensions_data", "_unsharded_param"):
+            self.own.__dict__.pop(name, None)
+        self.own.all_gather_outputs, self.own._unsharded_inner_tensors = [], []
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a backward computes its gradient."""
+        return (self.sharded if self.unsharded is None else self.unsharded).requires_grad
+
+    def has_gradient(self) -> bool:
+        """Whether FSDP2 holds an unsharded gradient of the parameter."""
+        accumulated = getattr(self.own, "unsharded_accumulated_grad", None)  # torch < 2.15
+        return accumulated is not None or getattr(self.unsharded, "grad", None) is not None
+
+    def has_unreduced(self) -> bool:
+        """Whether FSDP2 holds a gradient that is not fully reduced yet."""
+        partial_output = getattr(self.group, "_partial_reduce_output", None)
+        return partial_output is not None or self.has_gradient()
+
+
+def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
+    """The parameters of FSDP2's parameter groups, in their order."""
+    for group in groups:
+        for fsdp_param in group.fsdp_params:
+            parameter = FsdpParameter(fsdp_param)
+            parameter.group = group  # cached: searching for it is slow
+            yield parameter
+
+
+def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:
+    """Fill the gradients of unsharded parameters with one value; they share memory."""
+    numbers: torch.Tensor | None = None
+    unsharded = [param.unsharded for param in parameters if param.unsharded is not None]
+    for parameter in sorted(unsharded, key=lambda param: -param.numel()):
+        local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
+        dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+        if numbers is None or numbers.dtype != dtype or len(numbers) < local.numel():
+            numbers = torch.full((local.numel(),), value, dtype=dtype, device=local.device)
+        gradient = numbers[: local.numel()].view(local.shape)
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            gradient = make_dtensor(gradient, mesh, placements, parameter.shape)
+        parameter.grad = gradient
+
+
+class _Untouched:
+    """Stand-in, in FSDP2, for a sharded parameter whose gradient is dropped."""
+
+    grad: torch.Tensor | None = None
+    _post_accumulate_grad_hooks = None
+
+    def __init__(self, sharded: DTensor) -> None:
+        self.sharded = sharded
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sharded, name)
+
+
+def without_fsdp_gradient(parameter: Any) -> Any:
+    """A stand-in for FSDP2's object of a parameter that drops its gradient."""
+    stand_in = copy(parameter)
+    stand_in.sharded_param = _Untouched(parameter.sharded_param)
+    return stand_in
+
+
+def have_gradients(leaves: Iterable[Any], parameters: Iterable[FsdpParameter]) -> bool:
+    """Whether any leaf of autograd's graph may have a gradient, perhaps held by FSDP or a hook.
+
+    A hook may accumulate gradients elsewhere, for instance in fp32, or update the leaf.
+
+    ``parameters``: those of FSDP2 that may be among the leaves.
+    """
+    in_fsdp = {
+        id(param.unsharded): param.sharded.grad is not None or param.has_unreduced()
+        for param in parameters
+    }
+    for leaf in leaves:
+        if leaf.grad is not None or leaf._post_accumulate_grad_hooks or in_fsdp.get(id(leaf)):
+            return True
+        if vars(leaf).get("_saved_grad_shard") is not None:  # of FSDP1
+            return True
+    return False
+
+
+def fsdp_is_running(group: Any) -> bool:
+    """Whether FSDP2 runs the forward or the backward of a parameter group."""
+    return group._training_state.name != "IDLE"
+
+
+def fsdp_reshards_to_smaller_mesh(group: Any) -> bool:
+    """Whether a parameter group has ``reshard_after_forward=<int>``."""
+    return group.post_forward_mesh_info not in (None, group.mesh_info)
+
+
+def fsdp_padded_shapes(group: Any) -> dict[Any, torch.Size]:
+    """Padded shapes of the shards in a group's reduce-scatter, by FSDP2's parameter objects."""
+    return {param: param.padded_sharded_param_size for param in group.fsdp_params}
+
+
+def fsdp_reduce_scatter_group(group: Any) -> Any:
+    """The process group of a parameter group's reduce-scatter; None if nothing is sharded."""
+    if group.mesh_info.shard_mesh_dim is None:
+        return None
+    return group._reduce_scatter_process_group
+
+
+def fsdp_reduction(group: Any) -> Any:
+    """The custom reduce-scatter of a parameter group; None if it is FSDP2's own."""
+    comm = group._reduce_scatter_comm
+    return None if type(comm) is DefaultReduceScatter else comm
+
+
+def set_fsdp_reduction(group: Any, comm: Any) -> None:
+    """Replace the reduce-scatter of a parameter group; None restores FSDP2's own."""
+    group.modules[0].set_custom_reduce_scatter(DefaultReduceScatter() if comm is None else comm)
+
+
+@cache
+def announce_fsdp_reductions(comm_class: type) -> None:
+    """Make FSDP2 announce each reduction to custom reduce-scatters of a class.
+
+    FSDP2 tells a custom reduce-scatter neither which parameters have gradients in its buffer nor
+    what follows, and does not call it for a single rank. With this patch it calls two methods:
+
+    ``complete(runs)``, before it looks for gradients. The method may add some. ``runs``: whether
+    the backward of the group's modules runs, alike on all ranks.
+
+    ``prepare(parameters, gradients, replicas, hook)``, before the reduction; returns new
+    ``replicas`` and ``hook``. ``parameters`` are keys of :func:`fsdp_padded_shapes`, in the order
+    of the buffer; the method may replace them by :func:`without_fsdp_gradient`. ``gradients`` has
+    the same length; tensors that are appended to it stay in the reduced buffer. ``replicas`` is
+    the process group of HSDP's all-reduce, ``hook`` a function of the reduced buffer; either may
+    be None. A new hook runs on the stream of the last reduction.
+    """
+
+    @disabled_in_graphs()
+    @wraps(_post_backward)
+    def completed(self: Any, *unused: Any) -> Any:
+        if isinstance(self._reduce_scatter_comm, comm_class) and self.reduce_grads:
+            runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
+            self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
+        return _post_backward(self, *unused)
+
+    @disabled_in_graphs()
+    @wraps(_foreach_reduce)
+    def announced(*args: Any, **kwargs: Any) -> Any:
+        bound = _reduction.bind(*args, **kwargs)
+        parameters, grads, comm, replicas, hook, stream, dtype = (
+            bound.arguments[name] for name in _announced
+        )
+        if isinstance(comm, comm_class):
+            if dtype is not None and len({grad.dtype for grad in grads}) > 1:
+                # FSDP2 converts the gradients that it accumulates, and raises for mixed dtypes.
+                grads[:] = [grad.to(dtype) for grad in grads]
+            group, new_hook = comm.prepare(parameters, grads, replicas, hook)  # type: ignore[attr-defined]
+            bound.arguments |= {"all_reduce_group": group, "all_reduce_hook": new_hook}
+            if replicas is None and hook is None and new_hook is not None:
+                # FSDP2 frees the buffer, allocated on this stream, without waiting for others.
+                bound.arguments["all_reduce_stream"] = stream
+        return _foreach_reduce(*bound.args, **bound.kwargs)
+
+    _fsdp_param_group.FSDPParamGroup.post_backward = completed  # type: ignore[method-assign]
+    _fsdp_param_group.foreach_reduce = announced
+
+
+def fsdp_has_second_reduction(group: Any) -> bool:
+    """Whether a second reduction follows: HSDP's, or that of ``set_all_reduce_hook``."""
+    return group.mesh_info.replicate_mesh_dim is not None or group._all_reduce_hook is not None
+
+
+def fsdp_reduces_unused(group: Any) -> bool:
+    """Whether parameters that no rank has used get gradients of 0."""
+    return getattr(group, "reduce_scatter_unused_params", False)  # torch > 2.12
+
+
+def fsdp_ranks(group: Any) -> int:
+    """Number of ranks over which gradients of a parameter group are reduced, replicas included."""
+    return int(group.mesh_info.mesh.size())
+
+
+def fsdp_sums(group: Any) -> bool:
+    """Whether gradients of a parameter group are sums over ranks, not means."""
+    return (group.gradient_divide_factor or fsdp_ranks(group)) == 1
+
+
+def fsdp_divisor(group: Any, op: Any, reduced_over: Any) -> float:
+    """Divisor of the sum in the reduction of a parameter group over a process group."""
+    if op == ReduceOp.AVG:
+        return float(reduced_over.size())
+    # A ReduceOp of PREMUL_SUM does not expose its factor.
+    return 1.0 if op == ReduceOp.SUM else float(group.gradient_divide_factor)
