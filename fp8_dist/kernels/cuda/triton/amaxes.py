@@ -112,8 +112,7 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     result = empty_amax(x, dims)
     bits = result.view(torch.int32)
     if by_row:
-        rows = len(flat)
-        _rows(lambda chosen: (launch.programs(rows, chosen["BM"]),), launch.matrix(flat), bits)
+        _rows(launch.tiles(len(flat)), launch.matrix(flat), bits)
     else:
         _find(flat, **{"whole" if dims is None else "columns": bits.zero_()})
     return result
@@ -126,12 +125,8 @@ def _find(
     whole: torch.Tensor | None = None,
 ) -> None:
     """Write the bits of a matrix's amaxes to the given int32 tensors, which must hold zeros."""
-    M, K = x.shape
-    _tiles(
-        lambda chosen: (launch.programs(M, chosen["BM"] * STEPS), launch.programs(K, chosen["BN"])),
-        *(launch.matrix(x), rows, columns, whole),
-        STEPS=STEPS,
-    )
+    grid = launch.tiles(x.shape[0], x.shape[1], STEPS)
+    _tiles(grid, launch.matrix(x), rows, columns, whole, STEPS=STEPS)
 
 
 @launch.fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)

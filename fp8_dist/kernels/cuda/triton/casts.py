@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8_dist.kernels import quantization
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.amaxes import find_amax
-from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, TILES, Layouts
+from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, TILES
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
@@ -212,18 +212,18 @@ def _shapes_of_scales(x: Tensor) -> list[tuple[int, ...]]:
     return [(*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])]
 
 
-def _cast_to(
-    layouts: Layouts,
+def _cast_with(
     x: Tensor,
     given: Tensor,
     dtype: torch.dtype,
+    transposed: Sequence[bool],
     *,
     scale: Tensor | None = None,
     power_of_2: bool = False,
     saturate: bool = False,
     amax: Tensor | None = None,
-) -> None:
-    """Cast a tensor with multipliers, or with amaxes, and write the copies.
+) -> Tensors:
+    """Cast copies of a tensor with multipliers, or with amaxes.
 
     Args:
         given: multipliers; amaxes, if ``scale`` is given.
@@ -232,29 +232,28 @@ def _cast_to(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    M, K = as_matrix(x).shape
-    of, stride = "tensor", 0
+    copies, of, stride = launch.empty_layouts(x, dtype, transposed), "tensor", 0
     if given.numel() != 1:
         of = "row" if given.shape[-1] == 1 else "column"
         given = given.flatten()
         stride = given.stride(0)
+    _, M, K, *_ = argument = launch.matrix(x)
     _cast(
         launch.tiles(M, K),
-        *(launch.matrix(x), given, stride, layouts, amax, scale),
+        *(argument, given, stride, launch.as_layouts(copies, transposed), amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
         **launch.float8_constants(dtype, x.device),
     )
+    return copies
 
 
 @launch.fused(quantization.quantize, lambda x, multiplier, dtype, **_: _takes(x, multiplier))
 def _quantize(
     x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, saturate: bool = True
 ) -> Tensor:
-    (qdata,) = launch.empty_layouts(x, dtype, [False])
-    _cast_to((launch.raw(qdata), None), x, multiplier, dtype, saturate=saturate)
-    return qdata
+    return _cast_with(x, multiplier, dtype, [False], saturate=saturate)[0]
 
 
 @launch.fused(quantization.cast_copies, lambda x, amaxes, *_, **__: _takes(x, *amaxes))
@@ -269,35 +268,32 @@ def _cast_copies(
     saturate: bool = False,
 ) -> Tensors:
     """Cast copies in one launch for each amax, or in one for amaxes of rows and of columns."""
-    scales = [torch.empty_like(amax) for amax in amaxes]
-    copies = launch.empty_layouts(x, dtype, transposed)
+    scales, power_of_2 = [torch.empty_like(amax) for amax in amaxes], round_scales_to_power_of_2
     if (
         len(amaxes) > 1
         and not saturate
         and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
         and [tuple(amax.shape) for amax in amaxes] == _shapes_of_scales(x)
     ):
+        copies = launch.empty_layouts(x, dtype, transposed)
         _cast_rows_and_columns(
             launch.tiles(*as_matrix(x).shape),
             *(launch.matrix(x), *(amax.contiguous() for amax in amaxes)),
             *(launch.raw(copy) for copy in copies),
             *scales,
-            POWER_OF_2=round_scales_to_power_of_2,
+            POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
         )
         return scales + copies
-    for i, amax in enumerate(amaxes):
-        mine = [n for n, index in enumerate(of) if index == i]
-        _cast_to(
-            launch.as_layouts([copies[n] for n in mine], [transposed[n] for n in mine]),
-            x,
-            amax,
-            dtype,
-            scale=scales[i],
-            power_of_2=round_scales_to_power_of_2,
-            saturate=saturate,
+    by_place: dict[int, Tensor] = {}
+    for i, (amax, scale) in enumerate(zip(amaxes, scales, strict=True)):
+        mine = {n: transposed[n] for n, index in enumerate(of) if index == i}
+        layouts = [*mine.values()]
+        copies = _cast_with(
+            x, amax, dtype, layouts, scale=scale, power_of_2=power_of_2, saturate=saturate
         )
-    return scales + copies
+        by_place |= zip(mine, copies, strict=True)
+    return scales + [by_place[n] for n in range(len(of))]
 
 
 @launch.fused(quantization.cast_rows, lambda x, *_, **__: _takes(x))
@@ -311,18 +307,18 @@ def _cast_by_rows(
     """
     _, M, K, _, stride_k = argument = launch.matrix(x)
     scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    copies = launch.empty_layouts(x, dtype, transposed)
-    layouts, power_of_2 = launch.as_layouts(copies, transposed), round_scales_to_power_of_2
+    power_of_2 = round_scales_to_power_of_2
     if True in transposed or K > _WIDEST or stride_k != 1:
         amax = find_amax(x, covered_dims("row", x.ndim))
-        _cast_to(layouts, x, amax, dtype, scale=scale, power_of_2=power_of_2)
+        copies = _cast_with(x, amax, dtype, transposed, scale=scale, power_of_2=power_of_2)
     else:
+        copies = launch.empty_layouts(x, dtype, transposed)
         amax = torch.empty_like(scale)
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
             lambda chosen: (launch.programs(M, BM), 1),
-            *(argument, layouts[0], (amax, scale)),
+            *(argument, launch.raw(copies[0]), (amax, scale)),
             POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
             **{"BM": BM, "BN": BN},
@@ -339,18 +335,10 @@ def _cast_and_measure(
     transposed: Sequence[bool],
 ) -> Tensors:
     """Cast and measure in four launches; 3 bytes per bf16 element, 4 for both layouts."""
-    scale = torch.empty_like(known)
-    copies = launch.empty_layouts(x, dtype, transposed)
+    scale, power_of_2 = torch.empty_like(known), round_scales_to_power_of_2
     bits = torch.zeros((), dtype=torch.int32, device=x.device)
-    _cast_to(
-        launch.as_layouts(copies, transposed),
-        x,
-        known,
-        dtype,
-        scale=scale,
-        power_of_2=round_scales_to_power_of_2,
-        saturate=True,
-        amax=bits,
+    copies = _cast_with(
+        x, known, dtype, transposed, scale=scale, power_of_2=power_of_2, saturate=True, amax=bits
     )
     amax = bits.view(torch.float32)
     # NaN if the amax is not finite.

@@ -140,14 +140,11 @@ def _fold_gradient(
     first = results[:2] if weight_scale is not None else (None, None)
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
-    _multipliers(
-        lambda chosen: (launch.programs(M, chosen["BM"]),),
-        *(launch.matrix(grad), weight_scale, multipliers, first[1]),
-        BIAS=BIAS[dtype],
-    )
+    x = launch.matrix(grad)
+    _multipliers(launch.tiles(M), x, weight_scale, multipliers, first[1], BIAS=BIAS[dtype])
     _fold_rows(
-        lambda chosen: (launch.programs(M, chosen["BM"] * STEPS), launch.programs(N, chosen["BN"])),
-        *(launch.matrix(grad), multipliers, weight_scale, input_scale),
+        launch.tiles(M, N, STEPS),
+        *(x, multipliers, weight_scale, input_scale),
         *(None if first[0] is None else launch.raw(first[0]), bits),
         STEPS=STEPS,
         **launch.float8_constants(dtype, device),
@@ -156,8 +153,7 @@ def _fold_gradient(
         column_amax, (qdata, scale) = bits.view(torch.float32), results[-2:]
         _fold_columns(
             launch.tiles(M, N),
-            *(launch.matrix(grad), multipliers[0], input_scale),
-            *(column_amax, launch.raw(qdata), scale),
+            *(x, multipliers[0], input_scale, column_amax, launch.raw(qdata), scale),
             **launch.float8_constants(dtype, device),
         )
     return results
@@ -278,7 +274,7 @@ def _fold_groups(
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
-        lambda chosen: (launch.programs(M, chosen["BM"]),),
+        launch.tiles(M),
         *(launch.raw(g0), scale, *scales, group),
         *(None if t is None else launch.raw(t) for t in first),
         *(bits, M, N),

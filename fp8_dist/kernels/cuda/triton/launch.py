@@ -155,9 +155,9 @@ def programs(size: int, block: int) -> int:
     return max(1, -(-size // block))  # triton.cdiv takes 2 us
 
 
-def tiles(M: int, K: int) -> Callable[[BlockSizes], tuple[int, int]]:
-    """Return a grid with one instance for each tile ``[BM, BN]`` of a matrix."""
-    return lambda chosen: (programs(M, chosen["BM"]), programs(K, chosen["BN"]))
+def tiles(M: int, K: int = 1, steps: int = 1) -> Callable[[BlockSizes], tuple[int, int]]:
+    """Return a grid with one instance for each ``steps`` tiles ``[BM, BN]``, down a matrix."""
+    return lambda chosen: (programs(M, chosen["BM"] * steps), programs(K, chosen["BN"]))
 
 
 def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
