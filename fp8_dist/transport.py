@@ -79,20 +79,14 @@ def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.T
 
 def decode(wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
     """Decode the bytes of :func:`encode` to fp32."""
-    pieces = [
-        numbers.to(torch.float32)
-        if exponents is None
-        else run.flat(encoding.decode_float8(numbers, exponents))
-        for run, numbers, exponents in _parts(wire, runs, dtype)
-    ]
-    return torch.cat(pieces, -1) if len(pieces) > 1 else pieces[0]
+    return sum_decoded(wire.unsqueeze(0), runs, dtype)
 
 
 def sum_decoded(
     wire: torch.Tensor,
     runs: Sequence[Part],
     dtype: torch.dtype,
-    local: torch.Tensor | None,
+    local: torch.Tensor | None = None,
     rank: int = -1,
 ) -> torch.Tensor:
     """Sum the bytes ``[W, ..., B]`` from W ranks, in fp32 and in the order of ranks.

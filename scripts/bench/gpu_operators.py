@@ -242,9 +242,9 @@ def message_calls(m: int, k: int) -> Calls:
     for high in (BF16, FP16, FP32):
         calls[f"encode_float8 {short_name(high)}"] = call(encode, special(m, k, high))
     codes, exponents = encode.portable(special(3 * m, k))
-    calls["decode_float8"] = call(encoding.decode_float8, codes, exponents)
-    codes, exponents = codes.view(3, m, k), exponents.view(3, m, -1)
     sums, numbers = encoding.sum_of_rows, special(3 * m, k).view(3, m, k)
+    calls["sum_of_rows of one"] = call(sums, codes.unsqueeze(0), exponents.unsqueeze(0), None, -1)
+    codes, exponents = codes.view(3, m, k), exponents.view(3, m, -1)
     calls["sum_of_rows of codes"] = call(sums, codes, exponents, ordinary(m, k), 1)
     calls["sum_of_rows of numbers"] = call(sums, numbers, None, ordinary(m, k, FP32), 2)
     calls["sum_of_rows behind own"] = call(sums, codes, exponents, ordinary(m, k, FP32), -1)

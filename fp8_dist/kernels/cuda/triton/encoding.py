@@ -137,11 +137,6 @@ def _sum_of_rows(
     return total
 
 
-@launch.fused(portable.decode_float8)
-def _decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    return _sum_of_rows(codes.unsqueeze(0), exponents.unsqueeze(0), None, 0)
-
-
 def _stacked(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
     """Return ``[W, ..., n]`` as ``[W, rows, n]``, with the strides of the first two dims."""
     x = _rows(x.flatten(1, -2) if x.ndim > 2 else x.unsqueeze(1))
