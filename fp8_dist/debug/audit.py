@@ -317,11 +317,8 @@ class _Recorder(TorchDispatchMode):
         by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis, module = (
-            collective.op,
-            _axis_name(collective.group, self._axes),
-            self._path.current,
-        )
+        op, axis = collective.op, _axis_name(collective.group, self._axes)
+        module = self._path.current
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
             elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize

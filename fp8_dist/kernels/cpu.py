@@ -192,34 +192,34 @@ def _block_scaled_mm(
 ) -> Tensor:
     narrow = out_dtype is torch.bfloat16 and scales_a.dtype is torch.uint8
     wide = gemm_dtype(out_dtype, False) if narrow else torch.float64
-    nan_rows = _lines_of_nan(scales_a, blocks_a, a.shape, 0)
-    nan_columns = _lines_of_nan(scales_b, blocks_b, b.shape, 1)
-    left = _dequantize(a, scales_a, blocks_a, wide)
-    right = _dequantize(b, scales_b, blocks_b, wide)
-    # Zeros in place of NaN, as in _without_nan.
-    if nan_rows is not None:
-        left = left.masked_fill(nan_rows.unsqueeze(1), 0)
-    if nan_columns is not None:
-        right = right.masked_fill(nan_columns, 0)
+    left, nan_rows = _without_nan_lines(a, scales_a, blocks_a, wide, 0)
+    right, nan_columns = _without_nan_lines(b, scales_b, blocks_b, wide, 1)
     autocast = torch.is_autocast_enabled("cpu")
     with torch.autocast("cpu", enabled=False) if autocast else nullcontext():
         product = torch.mm(left, right)
-    if nan_rows is not None:
-        product.masked_fill_(nan_rows.unsqueeze(1), math.nan)
-    if nan_columns is not None:
-        product.masked_fill_(nan_columns, math.nan)
+    for lines in (nan_rows, nan_columns):
+        if lines is not None:
+            product.masked_fill_(lines, math.nan)
     return product.to(out_dtype)
 
 
-def _lines_of_nan(
-    scales: Tensor, blocks: Sequence[int], shape: Sequence[int], dim: int
-) -> Tensor | None:
-    """Return a mask of rows (dim 0) or columns (dim 1) with a non-finite scale; None if empty."""
+def _without_nan_lines(
+    x: Tensor, scales: Tensor, blocks: Sequence[int], dtype: torch.dtype, dim: int
+) -> tuple[Tensor, Tensor | None]:
+    """Dequantize a matrix, with zeros where a row (dim 0) or column (dim 1) has a non-finite scale.
+
+    Zeros take the place of NaN as in :func:`_without_nan`.
+
+    Returns:
+        The values, and a mask of these rows or columns; None if there are none.
+    """
+    values = _dequantize(x, scales, blocks, dtype)
     is_nan = scales == NAN_EXPONENT if scales.dtype is torch.uint8 else ~scales.isfinite()
     if not is_nan.any():
-        return None
+        return values, None
     lines = is_nan.any(1 - dim).repeat_interleave(blocks[dim])
-    return lines.narrow(0, blocks[2 + dim], shape[dim])
+    lines = lines.narrow(0, blocks[2 + dim], x.shape[dim]).unsqueeze(1 - dim)
+    return values.masked_fill(lines, 0), lines
 
 
 amax.register("cpu", _amax)

@@ -34,7 +34,11 @@ class CustomOp(Generic[_P, _R]):
     """
 
     def __init__(
-        self, schema: str, portable: Callable[_P, _R], tags: tuple[torch.Tag, ...] = ()
+        self,
+        schema: str,
+        portable: Callable[_P, _R],
+        tags: tuple[torch.Tag, ...] = (),
+        fake: Callable[..., Any] | None = None,
     ) -> None:
         self.portable = portable
         self._name = schema.partition("(")[0]
@@ -44,6 +48,8 @@ class CustomOp(Generic[_P, _R]):
         self.packet: Any = getattr(torch.ops.fp8_dist, self._name)
         self.overload: OpOverload = self.packet.default
         update_wrapper(self, portable)
+        if fake is not None:
+            self.register_fake(fake)
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         x: Any = args[0]
@@ -79,11 +85,4 @@ def custom_op(
         fake: see :meth:`CustomOp.register_fake`; it may be registered later. Without it, tensors
             without data go through ``portable``, which must then work for symbolic sizes.
     """
-
-    def define(portable: Callable[_P, _R]) -> CustomOp[_P, _R]:
-        op = CustomOp(schema, portable)
-        if fake is not None:
-            op.register_fake(fake)
-        return op
-
-    return define
+    return lambda portable: CustomOp(schema, portable, fake=fake)

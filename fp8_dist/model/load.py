@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8_dist.device import is_float8
+from fp8_dist.device import FLOAT8_DTYPES, is_float8, short_name
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.linear.stored import check_values, checked_scales, counts, fitted
 from fp8_dist.linear.weight import Float8Weight
@@ -28,13 +28,8 @@ from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor.stored import StoredScales
 from fp8_dist.text import without_wrappers
 
-# The names of dtypes in safetensors files.
-_FLOAT8 = {
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-}
+# The names of dtypes in safetensors files: such as "F8_E5M2", and "F8_E4M3" for torch's e4m3fn.
+_FLOAT8 = {f"F8_{short_name(dtype).removesuffix('fn').upper()}": dtype for dtype in FLOAT8_DTYPES}
 _FLOAT = {"F64", "F32", "F16", "BF16", *_FLOAT8}
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")

@@ -124,12 +124,9 @@ def _cast_rows(
 @triton.jit
 def _cast_rows_and_columns(
     x: tl.tuple,
-    row_amax: tl.tensor,
-    column_amax: tl.tensor,
-    by_rows: tl.tensor,
-    by_columns_t: tl.tensor,
-    row_scale: tl.tensor,
-    column_scale: tl.tensor,
+    amaxes: tl.tuple,
+    copies: tl.tuple,
+    scales: tl.tuple,
     POWER_OF_2: tl.constexpr,
     BIAS: tl.constexpr,
     SOFT: tl.constexpr,
@@ -140,17 +137,17 @@ def _cast_rows_and_columns(
     M, K = x[1], x[2]
     i = tiles.indices(tl.program_id(0), BM)
     j = tiles.indices(tl.program_id(1), BN)
-    row = rounding.multiplier_of(tl.load(row_amax + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
-    column = tl.load(column_amax + j, mask=j < K, other=1.0)
+    row = rounding.multiplier_of(tl.load(amaxes[0] + i, mask=i < M, other=1.0), POWER_OF_2, BIAS)
+    column = tl.load(amaxes[1] + j, mask=j < K, other=1.0)
     column = rounding.multiplier_of(column, POWER_OF_2, BIAS)
     if tl.program_id(1) == 0:
-        tl.store(row_scale + i, rounding.reciprocal(row), mask=i < M)
+        tl.store(scales[0] + i, rounding.reciprocal(row), mask=i < M)
     if tl.program_id(0) == 0:
-        tl.store(column_scale + j, rounding.reciprocal(column), mask=j < K)
+        tl.store(scales[1] + j, rounding.reciprocal(column), mask=j < K)
     v = tiles.load(x, i, j)
-    tiles.store(by_rows, rounding.to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
+    tiles.store(copies[0], rounding.to_float8(v * row[:, None], BIAS, SOFT), i, j, M, K)
     code = rounding.to_float8(v * column[None, :], BIAS, SOFT)
-    tiles.store_transposed(by_columns_t, code, i, j, M, K)
+    tiles.store_transposed(copies[1], code, i, j, M, K)
 
 
 @launch.tuned(launch.blocks(4, BM=64, BN=64), launch.blocks(4, BM=128, BN=64))
@@ -278,9 +275,8 @@ def _cast_copies(
         copies = launch.empty_layouts(x, dtype, transposed)
         _cast_rows_and_columns(
             launch.tiles(*as_matrix(x).shape),
-            *(launch.matrix(x), *(amax.contiguous() for amax in amaxes)),
-            *(launch.raw(copy) for copy in copies),
-            *scales,
+            *(launch.matrix(x), tuple(amax.contiguous() for amax in amaxes)),
+            *(launch.as_layouts(copies, transposed), tuple(scales)),
             POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
         )
