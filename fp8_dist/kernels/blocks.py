@@ -201,14 +201,11 @@ def quantize_block_copies(
     return [transposed_copy(as_matrix(qdata)) if t else qdata for t in transposed]
 
 
-@custom_op(
-    "pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor",
-    fake=lambda x, exponents, blocks: e2m1.empty_packed(x),
-)
+@custom_op("pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor")
 def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Cast ``[..., K]`` as :func:`quantize_block_copies` does, and pack: uint8 ``[..., K / 2]``."""
-    (qdata,) = quantize_block_copies.portable(x, exponents, E2M1_X2, blocks, [False])
-    return e2m1.pack_e2m1.portable(qdata)
+    (qdata,) = quantize_block_copies(x, exponents, E2M1_X2, blocks, [False])
+    return e2m1.pack_e2m1(qdata)
 
 
 def scaled_by(
@@ -319,10 +316,7 @@ def reblock(
     return data.t().contiguous() if transposed else data, new_exponents
 
 
-@custom_op(
-    "amaxes_of_groups(Tensor values, Tensor group, int groups) -> Tensor",
-    fake=lambda values, group, groups: values.new_empty((groups, values.shape[1])),
-)
+@custom_op("amaxes_of_groups(Tensor values, Tensor group, int groups) -> Tensor")
 def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Compute the amax of each column of each group of rows, 0 if empty: fp32 ``[groups, K]``.
 

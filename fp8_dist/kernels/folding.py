@@ -8,7 +8,7 @@ import torch
 from fp8_dist.kernels.blocks import amaxes_of_groups
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.grouped import transposed_groups
-from fp8_dist.kernels.quantization import empty_copies, quantize, transposed_copy
+from fp8_dist.kernels.quantization import quantize, transposed_copy
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 
 # The factor that is folded in is ``scale * UNIT``. It is about as large as the largest value of a
@@ -17,28 +17,9 @@ from fp8_dist.kernels.scale import amax, scaling_from_amax
 UNIT = 512.0
 
 
-def empty_folds(
-    grad: torch.Tensor,
-    dtype: torch.dtype,
-    weight_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    transposed: bool,
-) -> list[torch.Tensor]:
-    """Allocate the results of :func:`fold_gradient`, uninitialized."""
-    results: list[torch.Tensor] = []
-    if weight_scale is not None:
-        results += empty_copies(grad, dtype, [False])
-        results.append(grad.new_empty((grad.shape[0], 1), dtype=torch.float32))
-    if input_scale is not None:
-        results += empty_copies(grad, dtype, [transposed])
-        results.append(grad.new_empty((1, grad.shape[1]), dtype=torch.float32))
-    return results
-
-
 @custom_op(
     "fold_gradient(Tensor grad, ScalarType dtype, Tensor? weight_scale, Tensor? input_scale, "
-    "bool transposed) -> Tensor[]",
-    fake=empty_folds,
+    "bool transposed) -> Tensor[]"
 )
 def fold_gradient(
     grad: torch.Tensor,
@@ -74,29 +55,9 @@ def fold_gradient(
     return results
 
 
-def empty_group_folds(
-    g0: torch.Tensor,
-    scale: torch.Tensor,
-    weight_scale: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    group: torch.Tensor,
-    groups: int,
-    source: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """Allocate the results of :func:`fold_groups`, uninitialized."""
-    results: list[torch.Tensor] = []
-    if weight_scale is not None:
-        results += [torch.empty_like(g0), torch.empty_like(scale)]
-    if input_scale is not None:
-        shape = g0.shape if source is None else (g0.shape[1], len(source))
-        results += [g0.new_empty(shape), scale.new_empty((groups, g0.shape[1]))]
-    return results
-
-
 @custom_op(
     "fold_groups(Tensor g0, Tensor scale, Tensor? weight_scale, Tensor? input_scale, "
-    "Tensor group, int groups, Tensor? source=None) -> Tensor[]",
-    fake=empty_group_folds,
+    "Tensor group, int groups, Tensor? source=None) -> Tensor[]"
 )
 def fold_groups(
     g0: torch.Tensor,
@@ -137,10 +98,7 @@ def fold_groups(
     return results
 
 
-@custom_op(
-    "unit_scales(Tensor operand) -> Tensor",
-    fake=lambda operand: operand.new_empty((1, operand.shape[-1]), dtype=torch.float32),
-)
+@custom_op("unit_scales(Tensor operand) -> Tensor")
 def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     """Return ones ``[1, K]`` in place of folded scales, for an operand ``[..., K]``.
 
@@ -151,12 +109,7 @@ def unit_scales(operand: torch.Tensor) -> torch.Tensor:
 
 
 # An operator, because Inductor (2.13) can't view a torch.cat that it has fused as integers.
-@custom_op(
-    "row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor",
-    fake=lambda grad, weight_fold: grad.new_empty(
-        (*grad.shape[:-1], 1 if weight_fold is None else 2), dtype=torch.float32
-    ),
-)
+@custom_op("row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor")
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
     """Compute the amaxes of the rows of g, ``[..., 1]``, or of g and ``g * s``, ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]

@@ -17,7 +17,6 @@ when they cast float8 values again (``cuda/triton/blocks.py``); on CPUs a single
 as a Python number (``cpu.py``).
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -95,12 +94,7 @@ def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
-@custom_op(
-    "amax_of_tensors(Tensor first, Tensor[] others, bool by_row=False) -> Tensor",
-    fake=lambda first, others, by_row=False: first.new_empty(
-        sum(math.prod(x.shape[:-1]) if by_row else 1 for x in (first, *others)), dtype=torch.float32
-    ),
-)
+@custom_op("amax_of_tensors(Tensor first, Tensor[] others, bool by_row=False) -> Tensor")
 def amax_of_tensors(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:

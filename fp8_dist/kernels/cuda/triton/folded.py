@@ -12,7 +12,8 @@ from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.casts import find_scaling
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, STEPS, TILES
 from fp8_dist.kernels.folding import UNIT as FOLDED_UNIT
-from fp8_dist.kernels.folding import empty_folds, empty_group_folds, fold_gradient, fold_groups
+from fp8_dist.kernels.folding import fold_gradient, fold_groups
+from fp8_dist.kernels.quantization import empty_copies
 
 _UNIT = tl.constexpr(FOLDED_UNIT)
 
@@ -136,24 +137,28 @@ def _fold_gradient(
     It moves 8 bytes per bf16 element, 7 without ``weight_scale``, and 5 without ``input_scale``.
     """
     (M, N), device = grad.shape, grad.device
-    results = empty_folds(grad, dtype, weight_scale, input_scale, transposed)
-    first = results[:2] if weight_scale is not None else (None, None)
+    results: list[torch.Tensor] = []
+    if weight_scale is not None:
+        results += empty_copies(grad, dtype, [False])
+        results.append(grad.new_empty((M, 1), dtype=torch.float32))
+    g1, scale = map(launch.raw, results) if results else (None, None)
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     x = launch.matrix(grad)
-    _multipliers(launch.tiles(M), x, weight_scale, multipliers, first[1], BIAS=BIAS[dtype])
+    _multipliers(launch.tiles(M), x, weight_scale, multipliers, scale, BIAS=BIAS[dtype])
     _fold_rows(
         launch.tiles(M, N, STEPS),
-        *(x, multipliers, weight_scale, input_scale),
-        *(None if first[0] is None else launch.raw(first[0]), bits),
+        *(x, multipliers, weight_scale, input_scale, g1, bits),
         STEPS=STEPS,
         **launch.float8_constants(dtype, device),
     )
     if bits is not None:
-        column_amax, (qdata, scale) = bits.view(torch.float32), results[-2:]
+        results += empty_copies(grad, dtype, [transposed])
+        results.append(grad.new_empty((1, N), dtype=torch.float32))
         _fold_columns(
             launch.tiles(M, N),
-            *(x, multipliers[0], input_scale, column_amax, launch.raw(qdata), scale),
+            *(x, multipliers[0], input_scale, bits.view(torch.float32)),
+            *map(launch.raw, results[-2:]),
             **launch.float8_constants(dtype, device),
         )
     return results
@@ -269,24 +274,24 @@ def _fold_groups(
     It moves 3 bytes per element without ``input_scale`` or without ``weight_scale``.
     """
     (M, N), device, dtype = g0.shape, g0.device, g0.dtype
-    results = empty_group_folds(g0, scale, weight_scale, input_scale, group, groups, source)
-    first = results[:2] if weight_scale is not None else (None, None)
+    results = [torch.empty_like(g0), torch.empty_like(scale)] if weight_scale is not None else []
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
         launch.tiles(M),
         *(launch.raw(g0), scale, *scales, group),
-        *(None if t is None else launch.raw(t) for t in first),
+        *(map(launch.raw, results) if results else (None, None)),
         *(bits, M, N),
         **launch.float8_constants(dtype, device),
     )
     if bits is not None and source is not None:
-        P, qdata, column_amax = len(source), results[-2], bits.view(torch.float32)
-        multiplier, results[-1] = find_scaling(column_amax, dtype, True, 1 / FOLDED_UNIT)
+        P, column_amax = len(source), bits.view(torch.float32)
+        multiplier, column_scale = find_scaling(column_amax, dtype, True, 1 / FOLDED_UNIT)
+        results += [g0.new_empty((N, P)), column_scale]
         _fold_columns_of_groups(
             launch.tiles(P, N),
-            *(launch.raw(g0), scale, scales[1], group, source, multiplier, launch.raw(qdata)),
-            *(P, N),
+            *(launch.raw(g0), scale, scales[1], group, source, multiplier),
+            *(launch.raw(results[-2]), P, N),
             **launch.float8_constants(dtype, device),
         )
     return results
