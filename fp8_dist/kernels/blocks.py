@@ -103,10 +103,7 @@ def empty_exponents(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     return x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.uint8)
 
 
-@custom_op(
-    "block_exponents(Tensor x, ScalarType dtype, int[] blocks, str? rule) -> Tensor",
-    fake=lambda x, dtype, blocks, rule: empty_exponents(x, blocks),
-)
+@custom_op(fake=lambda x, dtype, blocks, rule: empty_exponents(x, blocks))
 def block_exponents(
     x: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int], rule: str | None
 ) -> torch.Tensor:
@@ -123,8 +120,7 @@ def block_exponents(
 
 
 @custom_op(
-    "block_amaxes(Tensor x, int[] blocks) -> Tensor",
-    fake=lambda x, blocks: x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.float32),
+    fake=lambda x, blocks: x.new_empty(exponents_shape(x.shape, blocks), dtype=torch.float32)
 )
 def block_amaxes(x: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Compute the amaxes of the blocks of a local tensor: fp32, 0 for a block without values."""
@@ -163,11 +159,9 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
 
 
 @custom_op(
-    "quantize_block_copies(Tensor x, Tensor exponents, ScalarType dtype, int[] blocks, "
-    "bool[] transposed) -> Tensor[]",
     fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(
         x, data_dtype(dtype), transposed
-    ),
+    )
 )
 def quantize_block_copies(
     x: torch.Tensor,
@@ -201,7 +195,7 @@ def quantize_block_copies(
     return [transposed_copy(as_matrix(qdata)) if t else qdata for t in transposed]
 
 
-@custom_op("pack_blocks(Tensor x, Tensor exponents, int[] blocks) -> Tensor")
+@custom_op()
 def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     """Cast ``[..., K]`` as :func:`quantize_block_copies` does, and pack: uint8 ``[..., K / 2]``."""
     (qdata,) = quantize_block_copies(x, exponents, E2M1_X2, blocks, [False])
@@ -227,7 +221,7 @@ def scaled_by(
     return operation(x, expanded(scales.to(x.dtype), x.shape, blocks))
 
 
-@custom_op("dequantize_blocks(Tensor x, Tensor scales, int[] blocks, ScalarType dtype) -> Tensor")
+@custom_op()
 def dequantize_blocks(
     x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
@@ -243,10 +237,7 @@ def dequantize_blocks(
     return scaled_by(x.to(dtype), fp32_scales(scales), blocks)
 
 
-@custom_op(
-    "cast_blocks(Tensor x, ScalarType dtype, int[] blocks, str? rule, bool[] transposed) "
-    "-> Tensor[]"
-)
+@custom_op()
 def cast_blocks(
     x: torch.Tensor,
     dtype: torch.dtype,
@@ -276,11 +267,9 @@ def empty_reblocked(
 
 
 @custom_op(
-    "reblock(Tensor qdata, Tensor exponents, int[] blocks, int rows, str? rule, "
-    "bool transposed=False) -> (Tensor, Tensor)",
     fake=lambda qdata, exponents, blocks, rows, rule, transposed=False: empty_reblocked(
         qdata, rows, transposed
-    ),
+    )
 )
 def reblock(
     qdata: torch.Tensor,
@@ -316,7 +305,7 @@ def reblock(
     return data.t().contiguous() if transposed else data, new_exponents
 
 
-@custom_op("amaxes_of_groups(Tensor values, Tensor group, int groups) -> Tensor")
+@custom_op()
 def amaxes_of_groups(values: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
     """Compute the amax of each column of each group of rows, 0 if empty: fp32 ``[groups, K]``.
 

@@ -10,6 +10,7 @@ from functools import update_wrapper
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.library import infer_schema
 
 from fp8_dist.torch_internals import OpOverload, can_skip_dispatch
 
@@ -76,13 +77,21 @@ class CustomOp(Generic[_P, _R]):
 
 
 def custom_op(
-    schema: str, fake: Callable[..., Any] | None = None
+    schema: str | None = None, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[_P, _R]], CustomOp[_P, _R]]:
     """Decorate a function as the portable implementation of a new operator.
 
     Args:
-        schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``.
+        schema: the operator's name and types, such as ``"NAME(Tensor x, ...) -> Tensor"``. By
+            default they follow from the function. Types that torch can't infer (such as a sequence
+            of strings), and arguments that the operator writes, need a schema.
         fake: see :meth:`CustomOp.register_fake`; it may be registered later. Without it, tensors
             without data go through ``portable``, which must then work for symbolic sizes.
     """
-    return lambda portable: CustomOp(schema, portable, fake=fake)
+    return lambda portable: CustomOp(schema or _schema_of(portable), portable, fake=fake)
+
+
+def _schema_of(portable: Callable[..., Any]) -> str:
+    """Return the schema of a function. Numbers are int, as graphs specialize them, not SymInt."""
+    types = infer_schema(portable, mutates_args=()).replace("SymInt", "int")
+    return f"{portable.__name__}{types}"

@@ -45,7 +45,7 @@ def empty_packed(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
 
 
-@custom_op("pack_e2m1(Tensor qdata) -> Tensor", fake=empty_packed)
+@custom_op(fake=empty_packed)
 def pack_e2m1(qdata: torch.Tensor) -> torch.Tensor:
     """Pack e4m3 data ``[..., K]`` that has only values of E2M1; uint8 ``[..., K / 2]``."""
     code = qdata.contiguous().view(torch.uint8)

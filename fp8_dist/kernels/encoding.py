@@ -40,7 +40,7 @@ def empty_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, codes.new_empty(*x.shape[:-1], block_count(x.shape[-1]))
 
 
-@custom_op("encode_float8(Tensor x) -> (Tensor, Tensor)", fake=empty_codes)
+@custom_op(fake=empty_codes)
 def encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Encode a tensor as codes and block exponents.
 
@@ -81,10 +81,7 @@ def decode_float8(codes: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return values.mul_(scales.repeat_interleave(BLOCK, -1).narrow(-1, 0, size))
 
 
-@custom_op(
-    "sum_of_rows(Tensor rows, Tensor? exponents, Tensor? local, int rank) -> Tensor",
-    fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32),
-)
+@custom_op(fake=lambda rows, *_: rows.new_empty(rows.shape[1:], dtype=torch.float32))
 def sum_of_rows(
     rows: torch.Tensor, exponents: torch.Tensor | None, local: torch.Tensor | None, rank: int
 ) -> torch.Tensor:
@@ -123,7 +120,7 @@ def _empty_message(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torc
     return qdata.new_empty((*qdata.shape[:-1], columns + -columns % size))
 
 
-@custom_op("pack_rows(Tensor qdata, Tensor[] numbers) -> Tensor", fake=_empty_message)
+@custom_op(fake=_empty_message)
 def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Pack rows of float8 data ``[..., K]`` and of numbers, ``[..., C]`` each, into one message.
 

@@ -17,10 +17,7 @@ from fp8_dist.kernels.scale import amax, scaling_from_amax
 UNIT = 512.0
 
 
-@custom_op(
-    "fold_gradient(Tensor grad, ScalarType dtype, Tensor? weight_scale, Tensor? input_scale, "
-    "bool transposed) -> Tensor[]"
-)
+@custom_op()
 def fold_gradient(
     grad: torch.Tensor,
     dtype: torch.dtype,
@@ -55,10 +52,7 @@ def fold_gradient(
     return results
 
 
-@custom_op(
-    "fold_groups(Tensor g0, Tensor scale, Tensor? weight_scale, Tensor? input_scale, "
-    "Tensor group, int groups, Tensor? source=None) -> Tensor[]"
-)
+@custom_op()
 def fold_groups(
     g0: torch.Tensor,
     scale: torch.Tensor,
@@ -98,7 +92,7 @@ def fold_groups(
     return results
 
 
-@custom_op("unit_scales(Tensor operand) -> Tensor")
+@custom_op()
 def unit_scales(operand: torch.Tensor) -> torch.Tensor:
     """Return ones ``[1, K]`` in place of folded scales, for an operand ``[..., K]``.
 
@@ -109,7 +103,7 @@ def unit_scales(operand: torch.Tensor) -> torch.Tensor:
 
 
 # An operator, because Inductor (2.13) can't view a torch.cat that it has fused as integers.
-@custom_op("row_amaxes(Tensor grad, Tensor? weight_fold) -> Tensor")
+@custom_op()
 def row_amaxes(grad: torch.Tensor, weight_fold: torch.Tensor | None) -> torch.Tensor:
     """Compute the amaxes of the rows of g, ``[..., 1]``, or of g and ``g * s``, ``[..., 2]``."""
     rows = [amax(grad, (grad.ndim - 1,))]

@@ -14,7 +14,7 @@ from fp8_dist.kernels.custom_op import custom_op
 _EPS = 1e-10
 
 
-@custom_op("fp32_block_scales(Tensor amax, ScalarType dtype) -> Tensor")
+@custom_op()
 def fp32_block_scales(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Compute the scales of blocks from their amaxes (fp32, any shape).
 
@@ -25,10 +25,7 @@ def fp32_block_scales(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (amax.clamp(min=_EPS).to(torch.float64) / torch.finfo(dtype).max).to(torch.float32)
 
 
-@custom_op(
-    "quantize_by_scales(Tensor x, Tensor scales, ScalarType dtype, int[] blocks) -> Tensor",
-    fake=lambda x, scales, dtype, *_: x.new_empty(x.shape, dtype=dtype),
-)
+@custom_op(fake=lambda x, scales, dtype, *_: x.new_empty(x.shape, dtype=dtype))
 def quantize_by_scales(
     x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
 ) -> torch.Tensor:

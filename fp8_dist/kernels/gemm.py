@@ -239,11 +239,9 @@ def trimmed_to_same_depth(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @custom_op(
-    "block_scaled_mm(Tensor a, Tensor b, Tensor scales_a, Tensor scales_b, int[] blocks_a, "
-    "int[] blocks_b, ScalarType out_dtype, bool emulate) -> Tensor",
     fake=lambda a, b, scales_a, scales_b, blocks_a, blocks_b, out_dtype, emulate: a.new_empty(
         (a.shape[0], b.shape[1]), dtype=out_dtype
-    ),
+    )
 )
 def block_scaled_mm(
     a: Tensor,

@@ -102,7 +102,7 @@ def _ends(sizes: Tensor) -> Tensor:
     return sizes.cumsum(0, dtype=torch.int32)
 
 
-@custom_op("transposed_groups(Tensor x, Tensor source) -> Tensor")
+@custom_op()
 def transposed_groups(x: Tensor, source: Tensor) -> Tensor:
     """Copy rows of float8 data ``[R, K]`` to the columns of ``[K, P]``.
 

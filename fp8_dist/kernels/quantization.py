@@ -24,9 +24,7 @@ Tensors = list[Tensor]
 ALIGNMENT = 16  # elements; float8 matrix cores load 16-byte vectors
 
 
-@custom_op(
-    "quantize(Tensor x, Tensor multiplier, ScalarType dtype, *, bool saturate=True) -> Tensor"
-)
+@custom_op()
 def quantize(x: Tensor, multiplier: Tensor, dtype: torch.dtype, *, saturate: bool = True) -> Tensor:
     """Cast ``saturate(float32(x) * m)`` to ``dtype``.
 
@@ -81,7 +79,7 @@ def empty_transposed(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     return x.new_empty((*others, columns, rounded_up(rows, multiple)))
 
 
-@custom_op("transposed_copy(Tensor x, int multiple=16) -> Tensor", fake=empty_transposed)
+@custom_op(fake=empty_transposed)
 def transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Copy contiguous matrices ``[..., M, K]`` of 1-byte elements to contiguous transposes.
 
@@ -110,10 +108,7 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
 
 
-@custom_op(
-    "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]"
-)
+@custom_op()
 def cast_copies(
     x: Tensor,
     amaxes: Sequence[Tensor],
@@ -171,10 +166,7 @@ def fusible_copies(
     return [scale, *(columns if is_transposed else rows for is_transposed in transposed)]
 
 
-@custom_op(
-    "cast_rows(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed) "
-    "-> Tensor[]"
-)
+@custom_op()
 def cast_rows(
     x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
 ) -> Tensors:
@@ -188,10 +180,7 @@ def cast_rows(
     return [rows, *cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)]
 
 
-@custom_op(
-    "cast_and_measure(Tensor x, Tensor known, ScalarType dtype, bool round_scales_to_power_of_2, "
-    "bool[] transposed) -> Tensor[]"
-)
+@custom_op()
 def cast_and_measure(
     x: Tensor,
     known: Tensor,

@@ -39,7 +39,7 @@ def empty_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tens
     return x.new_empty(shape, dtype=torch.float32)
 
 
-@custom_op("amax(Tensor x, int[]? dims=None) -> Tensor", fake=empty_amax)
+@custom_op(fake=empty_amax)
 def amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute the maximum of the absolute values of a local tensor, fp32.
 
@@ -94,7 +94,7 @@ def amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     return [amax(x, covered_dims(name, x.ndim)) for name in covers]
 
 
-@custom_op("amax_of_tensors(Tensor first, Tensor[] others, bool by_row=False) -> Tensor")
+@custom_op()
 def amax_of_tensors(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
@@ -112,11 +112,7 @@ def amax_of_tensors(
     return torch.cat([amax(x, (x.ndim - 1,)).reshape(-1) for x in tensors])
 
 
-@custom_op(
-    "scaling_from_amax(Tensor amax, ScalarType dtype, bool round_scales_to_power_of_2=False) "
-    "-> (Tensor, Tensor)",
-    fake=lambda amax, *_: (torch.empty_like(amax), torch.empty_like(amax)),
-)
+@custom_op(fake=lambda amax, *_: (torch.empty_like(amax), torch.empty_like(amax)))
 def scaling_from_amax(
     amax: torch.Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool = False
 ) -> Scaling:
