@@ -43,7 +43,8 @@ def _tiles(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once.
+    # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once. Outputs are
+    # int32, and begin as zeros.
     j = tiles.indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
@@ -96,10 +97,8 @@ def _many(
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     if x.ndim < 2:  # one row; a grid has at most 65,535 tiles along it
         return x.dtype in DTYPES and dims is None and x.numel() < 2**25
-    if dims is None:
-        return x.dtype in DTYPES
-    along = [covered_dims(name, x.ndim) for name in ("row", "column")]
-    return x.dtype in DTYPES and tuple(dims) in along
+    along = [covered_dims(name, x.ndim) for name in ("tensor", "row", "column")]
+    return x.dtype in DTYPES and (None if dims is None else tuple(dims)) in along
 
 
 @launch.fused(amax, _takes)
@@ -110,23 +109,13 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     if flat.stride(0) == 1 and flat.stride(1) != 1:
         flat, by_row = flat.t(), dims is not None and not by_row
     result = empty_amax(x, dims)
-    bits = result.view(torch.int32)
+    bits, (M, K) = result.view(torch.int32), flat.shape
     if by_row:
-        _rows(launch.tiles(len(flat)), launch.matrix(flat), bits)
+        _rows(launch.tiles(M), launch.matrix(flat), bits)
     else:
-        _find(flat, **{"whole" if dims is None else "columns": bits.zero_()})
+        columns, whole = (None, bits.zero_()) if dims is None else (bits.zero_(), None)
+        _tiles(launch.tiles(M, K, STEPS), launch.matrix(flat), None, columns, whole, STEPS=STEPS)
     return result
-
-
-def _find(
-    x: torch.Tensor,
-    rows: torch.Tensor | None = None,
-    columns: torch.Tensor | None = None,
-    whole: torch.Tensor | None = None,
-) -> None:
-    """Write the bits of a matrix's amaxes to the given int32 tensors, which must hold zeros."""
-    grid = launch.tiles(x.shape[0], x.shape[1], STEPS)
-    _tiles(grid, launch.matrix(x), rows, columns, whole, STEPS=STEPS)
 
 
 @launch.fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)
@@ -134,10 +123,11 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     """Compute amaxes in two launches for rows and columns; 2 bytes per bf16 element."""
     if set(covers) == {"row", "column"}:
         flat = as_matrix(x)
+        M, K = flat.shape
         # Two allocations and one fill: an operator may not return two views of one buffer.
         rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in flat.shape)
         foreach_zero_([rows, columns])
-        _find(flat, rows, columns)
+        _tiles(launch.tiles(M, K, STEPS), launch.matrix(flat), rows, columns, None, STEPS=STEPS)
         results = {
             "row": rows.view(torch.float32).view(*x.shape[:-1], 1),
             "column": columns.view(torch.float32).view(*[1] * (x.ndim - 1), -1),
