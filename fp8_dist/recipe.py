@@ -83,21 +83,18 @@ class Recipe:
         if folds:
             self._check_folding()
         self.gather_scheme = {operand: self._gather_scheme(operand) for operand in uses}
-        self._copies = tuple(
-            {
-                (operand, gemms): self._copies_of(operand, gemms, transposes)
-                for operand, by_gemm in uses.items()
-                for gemms in (tuple(by_gemm), *[(gemm,) for gemm in by_gemm])
-            }
+        self._copies = {
+            (operand, gemms, transposes): self._copies_of(operand, gemms, transposes)
+            for operand, by_gemm in uses.items()
+            for gemms in (tuple(by_gemm), *[(gemm,) for gemm in by_gemm])
             for transposes in (False, True)
-        )
+        }
 
     def copies(
         self, operand: Operand, gemms: tuple[Gemm, ...], device: torch.device
     ) -> OperandCopies:
         """The float8 copies of ``operand`` for both of its GEMMs, or for one of them."""
-        # An int, because dynamo of torch 2.11 does not support a bool as an index.
-        return self._copies[int(not self._emulate and takes_transposed(device))][operand, gemms]
+        return self._copies[operand, gemms, not self._emulate and takes_transposed(device)]
 
     def _copies_of(
         self, operand: Operand, gemms: tuple[Gemm, ...], transposes: bool

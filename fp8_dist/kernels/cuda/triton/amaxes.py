@@ -43,8 +43,8 @@ def _tiles(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once. Outputs are
-    # int32, and begin as zeros.
+    # One instance: the part of STEPS * BM rows in BN columns. Moves the bytes of x once.
+    # The outputs are int32, and begin as zeros.
     j = tiles.indices(tl.program_id(1), BN)
     largest = tl.zeros([BM, BN], tl.int32)
     for step in range(STEPS):
