@@ -1,7 +1,6 @@
 """The public names of ``fp8_dist``. Its import registers adapters of experts and FLOP formulas."""
 
 import fp8_dist.integrations  # noqa: F401  # registers kinds of experts
-from fp8_dist.cast import cast_to_float8
 from fp8_dist.config import (
     CastConfig,
     Float8GemmConfig,
@@ -30,6 +29,7 @@ from fp8_dist.model.freeze import dequantized, freeze_to_float8, unfreeze_from_f
 from fp8_dist.model.load import load_float8_checkpoint
 from fp8_dist.model.report import conversion_summary
 from fp8_dist.model.state import Float8State
+from fp8_dist.operand.cast import cast_to_float8
 from fp8_dist.recipe_names import Float8LinearRecipeName
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.version import __version__

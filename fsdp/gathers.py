@@ -12,12 +12,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.weight import wrap_sharded
-from fp8_dist.linear import agreement
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import float8_modules, weights_of
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward
+from fp8_dist.weight import agreement
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.weights import float8_modules, weights_of
 
 
 def _when_sharded(parameter: internals.FsdpParameter) -> None:

@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist import transport as wire
-from fp8_dist.linear import agreement, weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import STAND_INS
+from fp8_dist.weight import agreement, weights
 
 Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]

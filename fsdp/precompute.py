@@ -25,14 +25,15 @@ from torch.nn.functional import pad
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp_internals import fsdp_init_shards
-from fp8_dist.linear import agreement, float8_layers
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
+from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.tensor.known import PRECOMPUTED, Kept, KnownWeight
 from fp8_dist.torch_internals import disabled_in_graphs, set_dtensor_local
+from fp8_dist.weight import agreement
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.known import PRECOMPUTED, Kept, KnownWeight
+from fp8_dist.weight.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
 
 _CALLER = "precompute_float8_dynamic_scale"
 

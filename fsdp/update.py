@@ -9,11 +9,12 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
-from fp8_dist.linear import Float8Linear, float8_layers, optimizer_steps
-from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, advance
-from fp8_dist.linear.weights import float8_weights, mark_scales_ready, weights_of_model
+from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
+from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
 from fp8_dist.torch_internals import disabled_in_graphs
+from fp8_dist.weight import optimizer_steps
+from fp8_dist.weight.weights import float8_weights, mark_scales_ready, weights_of_model
 
 _UNUSED = -1.0  # below every amax
 
@@ -100,6 +101,9 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         is_unused = reduced[-weights:] < 0
         reduced[-2 * weights : -weights].masked_fill_(is_unused, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
+    for layer in layers:
+        if (own := layer.histories.get("weight")) and not layer.weight.requires_grad:
+            own.statistic = None  # a frozen weight is scaled by its own amax
     mark_scales_ready(layer.float8_weight for layer in layers)
 
 

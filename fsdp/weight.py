@@ -27,20 +27,24 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals
 from fp8_dist import torch_internals as internals
+from fp8_dist.device import is_captured, keep_for
 from fp8_dist.kernels.encoding import as_bytes
-from fp8_dist.linear.weight import Float8Weight, GatherPlan
-from fp8_dist.linear.weights import weights_of
 from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.operand.observers import Use, is_observed
+from fp8_dist.operand.prepare import cast_local
+from fp8_dist.operand.sources import Given
 from fp8_dist.scaling import Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8
-from fp8_dist.tensor.wrapper import padded_shard, unpadded
 from fp8_dist.text import warn_once
+from fp8_dist.weight.float8_weight import Float8Weight, Gather
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.stored import PackedFloat8, Stored, StoredFloat8
+from fp8_dist.weight.weights import weights_of
+from fp8_dist.weight.wrapper import padded_shard, unpadded
 
-# The metadata of a gather: the plan, the scheme, the scales of the unsharded weight (except for the
-# levels whose scales are gathered), and the weight's size.
-_Metadata = tuple[GatherPlan, Scheme, Scales, torch.Size]
+# The metadata of a gather: the plan, the scales of the unsharded weight (except for levels whose
+# scales are gathered), and the weight's size.
+_Metadata = tuple[Gather, Scales, torch.Size]
 
 
 class Float8AllGatherWeight(KnownWeight):
@@ -71,17 +75,12 @@ class Float8AllGatherWeight(KnownWeight):
         none if shards cut no block.
         """
         weight = weights_of(module)[self.name_of_weight]
-        plan, (cast, whole) = weight.gather_plan(), weight.gather_cast(self)
-        data = padded_shard(as_bytes(cast.qdata), outer_size, mesh.size())
+        gather, (qdata, moving, scales) = weight.gather(), _cast_shard(self, weight)
+        data = padded_shard(as_bytes(qdata), outer_size, mesh.size())
         # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
-        data = as_bytes(data.view(cast.qdata.dtype))
-        scheme, scales = cast.scheme, cast.scales
-        if whole is not None:
-            parts = scheme.local_part(whole, plan.arrives)
-            scales = tuple([scale.to(cast.qdata.device) for scale in parts])
-        inputs = (data, *[_as_input(cast.scales[i]) for i in plan.moving])
+        data = as_bytes(data.view(qdata.dtype))
         # The metadata must not refer to the cast, whose memory it would keep.
-        return inputs, (plan, scheme, scales, outer_size)
+        return (data, *map(_as_input, moving)), (gather, scales, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -93,29 +92,76 @@ class Float8AllGatherWeight(KnownWeight):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
         data, *arrived = all_gather_outputs
-        plan, scheme, known, size = metadata
-        scales, shapes = list(known), scheme.scale_shapes(size, plan.position_of_whole[0])
-        for i, scale in zip(plan.moving, arrived, strict=True):
-            scales[i] = scale.view(scheme.levels[i].scale).reshape(shapes[i])
+        (kept, plan, arrives, moving), known, size = metadata
+        (scheme,) = kept.schemes
+        scales = list(known)
+        for i, scale in zip(moving, arrived, strict=True):
+            shape = scheme.levels[i].shape(size, scheme.start(arrives))
+            scales[i] = scale.view(scheme.levels[i].scale).reshape(shape)
         if out is not None:
             # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            if plan.packs:
+            if plan.packed:
                 _unpack(data, unsharded.qdata, scheme)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
         # tensors that this method returns. The output is padded, and its shape is not the weight's
         # if a dim other than the first is sharded.
-        if plan.packs:
+        if plan.packed:
             with torch.inference_mode(False):  # it is kept for training
                 qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
         else:
             qdata = unpadded(data, scheme.dtype, size)
-        weight = Quantized(qdata, tuple(scales), scheme, *plan.position_of_whole)
-        return Float8Tensor.of(weight, param_dtype), (qdata,) if plan.packs else ()
+        position = scheme.start(arrives), scheme.splits_blocks(arrives)
+        weight = Quantized(qdata, tuple(scales), scheme, *position)
+        return Float8Tensor.of(weight, param_dtype), (qdata,) if plan.packed else ()
+
+
+def _cast_shard(sharded: KnownWeight, weight: Float8Weight) -> tuple[torch.Tensor, Scales, Scales]:
+    """Cast the local tensor of the sharded parameter for FSDP2's gather.
+
+    With CPU offload ``sharded`` is a copy, and the parameter has the cached statistics.
+
+    Returns:
+        The data, packed if the gather carries it so; the scales that the gather carries; and the
+        scales of the unsharded weight.
+
+    Collectives: those of :meth:`Source.statistics`. If scales of the whole weight are needed and
+    not cached, those of :func:`fp8_dist.scaling.global_statistics`.
+    """
+    gather, shard = weight.gather(), sharded.plain.detach()
+    local, cache = local_tensor(weight.master()), sharded
+    if isinstance(local, KnownWeight) and local.device != sharded.device:
+        cache = local
+    stream = None
+    if shard.is_cuda and not is_captured(shard):
+        stream = torch.cuda.current_stream(shard.device)
+    if weight.scales_ready is not None and stream is not None:
+        # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
+        weight.scales_ready.wait(stream)
+    (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
+    source = weight.gather_source(cache)
+    scales: Scales = ()
+    use = Use((weight,), "weight") if is_observed() else None
+    # Autograd can't save inference tensors. (It records no operators on a detached shard.)
+    with torch.inference_mode(False):
+        if whole:
+            (statistics,) = source.statistics(shard, (scheme,), layout)
+            parts = scheme.local_part(scheme.scales_from(statistics), gather.arrives)
+            scales = tuple([scale.to(shard.device) for scale in parts])
+            source = Given([scheme.local_part(statistics, layout)])
+        (cast,), amax = cast_local(shard, gather.plan, layout, source, use)
+    if weight.history is not None:
+        weight.history.last = amax
+    if stream is not None:
+        # Precompute and sync may drop tensors while this stream still reads them.
+        keep_for(stream, cache.known)
+        for scale in cast.scales if weight.history is not None else ():
+            keep_for(stream, scale)
+    return cast.qdata, tuple([cast.scales[i] for i in gather.moving]), scales or cast.scales
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
@@ -179,16 +225,16 @@ def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Floa
 
 def _packs(weight: Float8Weight) -> bool:
     """Return whether FSDP2 gathers a 4-bit weight packed; warn once if it does not."""
-    plan = weight.gather_plan()
-    if not plan.packs:
+    kept, plan, *_ = weight.gather()
+    if not plan.packed:
         warn_once(
             "gather not packed",
             f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
             "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
-            f"of columns can be packed, not {tuple(plan.layout.shape)} as "
-            f"{list(plan.layout.placements)} on {plan.layout.mesh}",
+            f"of columns can be packed, not {tuple(kept.layout.shape)} as "
+            f"{list(kept.layout.placements)} on {kept.layout.mesh}",
         )
-    return plan.packs
+    return plan.packed
 
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fp8_dist.linear.agreement import Facts
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
 from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
+from fp8_dist.weight.agreement import Facts
 
 # A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
 # ones 6 or more (2 and 4 ranks, 2 to 12 layers, fp32 and bf16, all recipes).

@@ -7,9 +7,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
-from fp8_dist.linear.weights import attach_statistics, weights_of
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
+from fp8_dist.weight.stored_weight import place_scales
+from fp8_dist.weight.weights import attach_statistics, weights_of
 
 
 class _ExpertsStyle(CheckedStyle):
@@ -63,7 +64,7 @@ class _ExpertsStyle(CheckedStyle):
             setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         for weight in weights_of(module).values():
             if (stored := weight.stored()) and not isinstance(stored.scales, DTensor):
-                weight.place_scales(stored.scales)
+                place_scales(weight, stored.scales)
         attach_statistics(weights_of(module).values())
         return module
 

@@ -9,13 +9,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
-from fp8_dist.cast import as_float8_of, cast_local
 from fp8_dist.device import autocast
-from fp8_dist.linear import Float8Linear, checks, observing, operands
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.linear import Float8Linear, checks
 from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
-from fp8_dist.scaling import CastPlan, Scheme
+from fp8_dist.operand import observers
+from fp8_dist.operand.history import AmaxHistory
+from fp8_dist.operand.moves import scheme_of_move
+from fp8_dist.operand.prepare import as_float8
+from fp8_dist.operand.sources import FRESH, Source
+from fp8_dist.scaling import Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import allowed_in_graphs
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
@@ -107,8 +110,7 @@ def as_float8_input(
     mesh: DeviceMesh,
     scheme: Scheme,
     history: AmaxHistory | None,
-    owner: observing.Owner,
-    number: int = 1,
+    owner: observers.Owner,
 ) -> Any:
     """Cast a floating-point input to a float8 DTensor; return anything else unchanged.
 
@@ -116,7 +118,6 @@ def as_float8_input(
         layout: the placement of ``x``, if it is a plain tensor; ``None``: do not cast it.
         history: the amax history of a DELAYED scale.
         owner: the ``float8_weight`` of the first layer that takes the input.
-        number: the position of the input, from 1 on, among the inputs that share the history.
     """
     castable = isinstance(x, Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
@@ -124,11 +125,9 @@ def as_float8_input(
     x = autocast(x)
     x = as_dtensor(x, mesh, (layout,))
     replicated = (Replicate(),) * x.device_mesh.ndim
-    how = (scheme,), replicated, owner.config, owner.fqn
-    if operands.checked_scheme_of_move(x, "input", *how) is None:
+    if scheme_of_move(x, "input", (scheme,), replicated, owner) is None:
         return x
-    shared = number if torch.is_grad_enabled() else 0  # for layers whose backward may follow
-    return _CastInput.apply(reduced(x), scheme, history, shared)
+    return _CastInput.apply(reduced(x), scheme, FRESH if history is None else history)
 
 
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
@@ -155,25 +154,15 @@ def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 
 
 class _CastInput(torch.autograd.Function):
-    """Cast whose gradient passes unchanged; ``shared`` as in ``AmaxHistory.copies_of``."""
+    """Cast whose gradient passes unchanged."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, scheme: Scheme, history: AmaxHistory | None, shared: int
-    ) -> Tensor:
-        if history is not None:
-            x, layout = local_tensor(input), Layout.of(input)
-            (quantized,), _ = history.copies_of(x, layout, CastPlan((scheme,)), shared)
-        else:
-            quantized = cast_local(input, scheme)
-        prepared = as_float8_of(input, quantized)
-        if observing.is_observed():
-            local_tensor(prepared).origin = observing.Origin(input.detach(), quantized)  # type: ignore[attr-defined]
-        return prepared
+    def forward(ctx: Any, input: Tensor, scheme: Scheme, source: Source) -> Tensor:
+        return as_float8(input, scheme, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None, None
+        return grad, None, None
 
 
 class _Spec(NamedTuple):

@@ -3,13 +3,14 @@
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from fp8_dist.linear import Float8Linear, agreement
-from fp8_dist.linear.local_placements import LocalPlacements
-from fp8_dist.linear.weights import attach_statistics
+from fp8_dist.linear import Float8Linear
 from fp8_dist.mesh import check_axis, layout_over
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
+from fp8_dist.weight import agreement
+from fp8_dist.weight.local_placements import LocalPlacements
+from fp8_dist.weight.weights import attach_statistics
 
 
 def declare_placements(

@@ -18,12 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, parallel
 
-from fp8_dist.linear import Float8Linear, agreement
-from fp8_dist.linear.weights import float8_modules
+from fp8_dist.linear import Float8Linear
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
+from fp8_dist.weight import agreement
+from fp8_dist.weight.weights import float8_modules
 
 # The parallel styles of modules, by their names or by patterns of names.
 Plan = dict[str, parallel.ParallelStyle]

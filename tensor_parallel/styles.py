@@ -19,14 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from fp8_dist.linear import Float8Linear, agreement, float8_layers
-from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory
-from fp8_dist.linear.weights import attach_statistics, float8_modules, float8_weights
+from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import check_axis
+from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_transport
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
+from fp8_dist.weight import agreement
+from fp8_dist.weight.stored_weight import place_scales
+from fp8_dist.weight.weights import attach_statistics, float8_modules, float8_weights
 
 
 class CheckedStyle(ParallelStyle):
@@ -116,7 +118,7 @@ class _Float8LinearStyle(CheckedStyle):
         scales = module._parameters.pop(weight.scales_name, None)  # not placed like the weight
         self._partition_linear_fn(name, module, mesh)  # type: ignore[attr-defined]  # torch's style
         if scales is not None:
-            weight.place_scales(scales)
+            place_scales(weight, scales)
         attach_statistics([weight])
 
 
@@ -292,16 +294,13 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             layer: Any = module.get_submodule(name)
             if not isinstance(layer, Float8Linear):  # convert_to_linear
                 return args, kwargs
-            history, owner = layer.histories.get(PREPARED_INPUT), layer.float8_weight
-            cast = (device_mesh, scheme, history, owner)
+            history = layer.histories.get(PREPARED_INPUT)
+            cast = device_mesh, scheme, history, layer.float8_weight
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
-            cast_args = [
-                as_float8_input(x, layout, *cast, number)
-                for number, (x, layout) in enumerate(zip(args, layouts, strict=False), 1)
-            ]
+            pairs = zip(args, layouts, strict=False)
+            cast_args = [as_float8_input(x, layout, *cast) for x, layout in pairs]
             cast_kwargs = {
-                name: as_float8_input(x, by_name.get(name), *cast, number)
-                for number, (name, x) in enumerate(kwargs.items(), len(cast_args) + 1)
+                name: as_float8_input(x, by_name.get(name), *cast) for name, x in kwargs.items()
             }
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 

@@ -129,8 +129,12 @@ def measure_gemm(
     """Return ``signal`` and ``noise`` of a float8 GEMM's result, as :class:`Measures`, or None.
 
     The reference is the product of the operands in fp32. The result is None if there are no tokens,
-    or if shapes don't match because ``left`` is not the input of the layer. The arguments are those
-    of :meth:`~fp8_dist.linear.observing.Observer.on_gemm`.
+    or if shapes don't match because ``left`` is not the input of the layer.
+
+    Args:
+        left: the input or grad_output ``[..., K]``, in high precision.
+        right: the weight, or the input for grad_weight, in high precision.
+        result: the result of the float8 GEMM.
     """
     a, b, product = (x.reshape(-1, x.shape[-1]).to(torch.float32) for x in (left, right, result))
     a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)

@@ -33,8 +33,8 @@ from fp8_dist.debug.rows import Anomaly, AnomalyLimits
 from fp8_dist.debug.slots import Patterns, Slot, matching
 from fp8_dist.debug.statistics import StepObserver
 from fp8_dist.kernels import fp32_scales
-from fp8_dist.linear.observing import Casts, Owner, Product, Source
 from fp8_dist.mesh import Layout, local_pieces, this_rank
+from fp8_dist.operand.observers import Casts, Original, Owner, Product
 from fp8_dist.recipe import Operand
 from fp8_dist.scaling import Quantized, Scales
 from fp8_dist.torch_internals import in_backward, tree_map_only, version_of, when_backward_ends
@@ -183,21 +183,21 @@ class Recorder(StepObserver):
     def __repr__(self) -> str:
         return f"Recorder(step {self.step}, {self.bytes:,} bytes, {self.dropped} dropped)"
 
-    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
-        high = source.high
+    def on_casts(self, owner: Owner, operand: Operand, original: Original, lows: Casts) -> None:
+        high = original.high
         for gemms, low in lows.items():
             key = owner, operand, gemms
             slot = self._slots.get(key)
             if slot is None or high.is_meta:
                 continue
             calls = self._scales.setdefault(key, [])
-            cast = slot, source, low, len(calls)
+            cast = slot, original, low, len(calls)
             calls.append(_largest(low.scales))
             if self._is_recorded(slot.fqn):
                 self._keep(self._record_of(*cast))
             else:
-                if source.folds is not None:  # FSDP2 frees the scales that it has gathered
-                    cast = slot, source._replace(folds=source.folds.clone()), *cast[2:]
+                if original.folds is not None:  # FSDP2 frees the scales that it has gathered
+                    cast = slot, original._replace(folds=original.folds.clone()), *cast[2:]
                 tensors = high, cast[1].folds, low.qdata, *low.scales
                 states = [(t, _state_of(t)) for t in tensors if t is not None]
                 size = sum([nbytes for _, (_, nbytes) in states])
@@ -207,10 +207,9 @@ class Recorder(StepObserver):
                 self._make_room()
 
     def on_multiply(self, owner: Owner, product: Product) -> None:
-        gemm, left, right, result, options, layouts, groups = product
+        gemm, left, right, result, options, layouts, groups, *_ = product
         fqn = self._names.get(owner, "")
-        is_repeated = gemm == "output" and in_backward()  # by activation checkpointing
-        if self._is_recorded(fqn) and not is_repeated:
+        if self._is_recorded(fqn):
             # A GEMM comes after the casts of its operands.
             position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
             record = self._new_record(fqn, position)
@@ -222,9 +221,9 @@ class Recorder(StepObserver):
     def _new_record(self, fqn: str, position: float) -> Record:
         return {"rank": self._rank, "step": self.step, "position": position, "fqn": fqn}
 
-    def _record_of(self, slot: Slot, source: Source, low: Quantized, call: int) -> Record:
+    def _record_of(self, slot: Slot, original: Original, low: Quantized, call: int) -> Record:
         """Return the record of a cast of this step, which is call number ``call`` of its slot."""
-        high, layout, folds, dispatch = source
+        high, layout, folds, dispatch = original
         record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
         record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
         record |= {"delayed": slot.delayed, "folded": slot.folded, "folds": folds}

@@ -5,11 +5,11 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, get_args
 
-from fp8_dist.linear.observing import Owner
-from fp8_dist.linear.weight import Float8Weight
+from fp8_dist.operand.observers import Owner
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import without_wrappers
+from fp8_dist.weight.float8_weight import Float8Weight
 
 # One fnmatch pattern or several.
 Patterns = str | Iterable[str]

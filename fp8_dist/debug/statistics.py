@@ -20,13 +20,13 @@ from fp8_dist.debug import rows
 from fp8_dist.debug.measures import Measures, combine_, measure_casts, measure_gemm, nothing
 from fp8_dist.debug.rows import Anomaly, AnomalyLimits, CastStats, Row
 from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
-from fp8_dist.linear.agreement import first_difference
-from fp8_dist.linear.observing import Casts, Observer, Owner, Source, observed_by
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import weights_by_layer
 from fp8_dist.mesh import GroupNames, make_group, this_rank
+from fp8_dist.operand.observers import Casts, Observer, Original, Owner, Product, observed_by
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.torch_internals import funcol, resolve_process_group
+from fp8_dist.weight.agreement import first_difference
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.weights import weights_by_layer
 
 OnAnomaly = Callable[[Anomaly], None] | Literal["warn"] | None
 # The owner, the operand and the GEMMs of a cast. The operand is None for the result of a GEMM.
@@ -127,15 +127,25 @@ class Float8Stats(StepObserver):
         limits: the limits beyond which statistics are anomalous.
     """
 
-    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
+    def on_casts(self, owner: Owner, operand: Operand, original: Original, lows: Casts) -> None:
         if owner in self._names:
-            all_measures = measure_casts(source.product(), [*lows.values()], this_rank())
+            all_measures = measure_casts(original.product(), [*lows.values()], this_rank())
             for gemms, measures in zip(lows, all_measures, strict=True):
                 self._add((owner, operand, gemms), measures)
 
-    def on_gemm(self, owner: Owner, gemm: Gemm, *tensors: torch.Tensor) -> None:
-        if owner in self._names and (measures := measure_gemm(gemm, *tensors)) is not None:
-            self._add((owner, None, (gemm,)), measures)
+    def on_multiply(self, owner: Owner, product: Product) -> None:
+        left, right, result = product.high_left, product.high_right, product.result
+        if owner not in self._names or left is None or right is None:
+            return
+        gemms: list[Any] = [(left, right, result)]
+        if product.groups is not None:
+            gemms = [
+                [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in gemms[0]]
+                for expert, begin, count in product.groups.slices()
+            ]
+        for tensors in gemms:
+            if (measures := measure_gemm(product.gemm, *tensors)) is not None:
+                self._add((owner, None, (product.gemm,)), measures)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return the rows as plain Python values. ``kind`` is ``"cast"`` or ``"gemm"``."""

@@ -11,7 +11,7 @@ The cast and the gather of grad_output happen inside this function, so no float8
 backward tangent.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -20,24 +20,49 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist import fsdp_internals, mesh
 from fp8_dist import torch_internals as internals
+from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.linear import observing, operands
-from fp8_dist.linear.amax_history import record_amaxes
-from fp8_dist.linear.operands import Amaxes, LinearSpec, Local, Recast, WeightCasts
-from fp8_dist.mesh import Layout
-from fp8_dist.recipe import Gemm
+from fp8_dist.linear.rowwise_folded import folded_gradients
+from fp8_dist.mesh import Layout, Placements
+from fp8_dist.operand import observers
+from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, record_amaxes
+from fp8_dist.operand.moves import scheme_of_move
+from fp8_dist.operand.prepare import Local, prepare, wait_local
+from fp8_dist.operand.saved import flattened
+from fp8_dist.operand.sources import FRESH, Source
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, multiply
-from fp8_dist.transport import finish_reduction, reduced_to, start_reduction
+from fp8_dist.tensor import Float8Tensor
+from fp8_dist.transport import Encoding, finish_reduction, reduced_to, start_reduction
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.uncast import Uncast
 
 Gradients = tuple[torch.Tensor | None, ...]
 Backward = Callable[[Any, torch.Tensor | None], Gradients]
+
+
+class LinearSpec(NamedTuple):
+    """The arguments of one call of the linear function, except for its tensors."""
+
+    config: Float8LinearConfig
+    output_placements: Placements | None
+    fqn: str
+    histories: Mapping[str, AmaxHistory]
+    weight: Float8Weight
+    training: bool  # whether a backward may follow the forward
+    prepared_input: AmaxHistory | None  # the amax history of an input that layers share
+    reduce_transport: Encoding = None  # for sums of the output and grad_input over ranks
+
+    def source(self, operand: Operand) -> Source:
+        """The source of the statistics of an operand other than the weight."""
+        return self.histories.get(operand, FRESH)
 
 
 def float8_linear(
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weight_casts: WeightCasts,
+    parameter: torch.Tensor,
     spec: LinearSpec,
 ) -> torch.Tensor:
     """Compute ``input @ weight^T + bias`` with float8 operands.
@@ -47,72 +72,64 @@ def float8_linear(
         weight: ``[N, K]``, the tensor that gradients flow to. It is a DTensor if and only if
             ``input`` is one, on the same mesh.
         bias: ``[N]`` or None.
-        weight_casts: the local weight in float8.
+        parameter: the tensor that is cast: ``weight``, or the layer's parameter that it wraps.
         spec: config, placements of a DTensor output, and the amax histories of DELAYED operands.
 
     Returns:
         ``[..., N]`` in the input's dtype.
     """
-    flat, specs = flattened(*weight_casts)
-    # Dynamo (2.13) decides by the number of arguments whether a forward takes a ctx. It counts
-    # *flat as one parameter, and decides wrongly if there are two tensors.
-    arguments = [*flat, None] if len(flat) == 2 else flat
+    cast = None if parameter is weight else parameter  # a view of it has no cached statistics
     # Compiled code uses one function. Dynamo assumes that the gradient of an output has the
     # output's placements, but the gradient that _FinishOutput passes on has the placements of the
     # final output.
     if not isinstance(input, DTensor) or torch.compiler.is_compiling():
-        return _LinearFunction.apply(input, weight, bias, spec, specs, *arguments)
+        return _LinearFunction.apply(input, weight, bias, cast, spec)
     if spec.output_placements is not None:
         spec = spec._replace(output_placements=mesh.normalized(spec.output_placements, input.ndim))
-    output = _LinearFunction.apply(input, weight, None, spec, specs, *arguments)
+    output = _LinearFunction.apply(input, weight, None, cast, spec)
     if bias is None and spec.output_placements in (None, output.placements):
         return output
     return _FinishOutput.apply(output, bias, spec)
 
 
-class OperandSpec(NamedTuple):
-    """An operand, or the planned cast of a weight, without its tensors."""
+def prepare_gradients(
+    grad: torch.Tensor,
+    placements: Placements | None,
+    right: dict[Gemm, Local],
+    spec: LinearSpec,
+) -> tuple[dict[Gemm, tuple[Local, Local]], torch.Tensor | None]:
+    """Prepare the left and the right operand of each gradient GEMM.
 
-    places: Sequence[int]  # the indices of its tensors in a flat list
-    rest: tuple[Any, ...] = ()  # the other fields; empty for an operand in high precision
+    Args:
+        grad: grad_output ``[..., N]``, high precision, no Partial placements.
+        placements: the placements that the GEMMs need, if ``grad`` is a DTensor.
+        right: the right operand of each GEMM, grad_input first.
 
-    def operand(self, flat: Sequence[torch.Tensor]) -> Local:
-        first, *scales = [flat[i] for i in self.places]
-        return Quantized(first, tuple(scales), *self.rest) if self.rest else first
-
-    def recast(self, flat: Sequence[torch.Tensor]) -> Recast:
-        return Recast(tuple([flat[i] for i in self.places]), *self.rest)
-
-
-_Specs = tuple[OperandSpec | None, ...]
-
-
-def flattened(*operands: Local | Recast | None) -> tuple[list[torch.Tensor], _Specs]:
-    """List the tensors of operands, each once: dynamo refuses duplicates."""
-    flat: list[torch.Tensor] = []
-    specs: list[OperandSpec | None] = []
-    for operand in operands:
-        rest: tuple[Any, ...] = ()
-        if operand is None:
-            specs.append(None)
-            continue
-        if isinstance(operand, Quantized):
-            tensors, rest = (operand.qdata, *operand.scales), operand[2:]
-        elif isinstance(operand, Recast):
-            tensors, rest = operand.statistics, operand[1:]
-        else:
-            tensors = (operand,)
-        specs.append(OperandSpec(tuple([_place(tensor, flat) for tensor in tensors]), rest))
-    return flat, tuple(specs)
-
-
-def _place(tensor: torch.Tensor, flat: list[torch.Tensor]) -> int:
-    """Return the index of a tensor in a list, after appending it if it is missing."""
-    for i, listed in enumerate(flat):
-        if listed is tensor:
-            return i
-    flat.append(tensor)
-    return len(flat) - 1
+    Returns:
+        The operands; and the local amax of ``grad``, if it was cast with a history.
+    """
+    gemms, recipe = tuple(right), spec.config.recipe
+    folds: dict[Gemm, Quantized] = {}
+    if recipe.folds:
+        folds = {gemm: operand for gemm, operand in right.items() if isinstance(operand, Quantized)}
+    if not folds:
+        how = gemms, placements, spec.source("grad_output"), spec.weight
+        left, amax = prepare(grad, "grad_output", *how)
+        return {gemm: (left[gemm], right[gemm]) for gemm in gemms}, amax
+    scheme = recipe.uses["grad_output"][next(iter(folds))]
+    assert scheme is not None
+    if isinstance(grad, DTensor):
+        # Called only for its warning.
+        scheme_of_move(grad, "grad_output", (scheme,), placements, spec.weight)
+    pairs: dict[Gemm, tuple[Local, Local]] = {}
+    if len(folds) < len(gemms):
+        # One GEMM is in high precision, so grad_output is moved once, in high precision.
+        if isinstance(grad, DTensor) and grad.placements != placements:
+            grad = grad.redistribute(placements=placements)
+        pairs = {gemm: (mesh.local_tensor(grad), right[gemm]) for gemm in gemms}
+    plan, _ = recipe.copies("grad_output", ("grad_weight",), grad.device)
+    transposed = any(plan.transposed)
+    return pairs | folded_gradients(grad, scheme, placements, folds, transposed, spec.weight), None
 
 
 def _gemm(
@@ -121,11 +138,14 @@ def _gemm(
     gemm: Gemm,
     spec: LinearSpec,
     out_dtype: torch.dtype,
-    layouts: tuple[Layout | None, Layout | None] = (None, None),
+    layouts: tuple[Layout | None, Layout | None],
+    high: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Run one of the three GEMMs on local operands ``[..., K]``.
 
-    ``layouts``: the operands' layouts, for grad_weight and for observers.
+    Args:
+        layouts: the operands' layouts, for grad_weight and for observers.
+        high: the operands in high precision, if observers are shown them.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
@@ -139,9 +159,9 @@ def _gemm(
         right = right.scheme.for_rows(right, layouts[1])
     transposed = gemm == "grad_weight", gemm == "output"
     result = multiply(left, right, transposed, out_dtype, options)
-    if observing.is_observed():
-        product = observing.Product(gemm, left, right, result, options, layouts)
-        observing.observe_multiply(spec.owner, product)
+    if observers.is_observed():
+        product = observers.Product(gemm, left, right, result, options, layouts, None, *high)
+        observers.notify_multiply(spec.weight, product)
     return result
 
 
@@ -258,9 +278,8 @@ class _LinearFunction(torch.autograd.Function):
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
+        parameter: torch.Tensor | None,
         spec: LinearSpec,
-        specs: _Specs,
-        *flat: Any,
     ) -> torch.Tensor:
         x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
         if x_layout is not None and w_layout is not None:
@@ -270,46 +289,45 @@ class _LinearFunction(torch.autograd.Function):
         # spec.training decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
+        parameter = weight if parameter is None else parameter
+        w, grad_input_w, w_amax = spec.weight.operands(parameter, needs_input)
         whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
-        x, amaxes = operands.prepare_operand(whole, "input", gemms, layouts and layouts.input, spec)
-        output_spec, grad_input_spec, recast_spec = specs
-        w = mesh.local_tensor(weight) if output_spec is None else output_spec.operand(flat)
+        source, target = spec.source("input"), layouts and layouts.input
+        x, x_amax = prepare(whole, "input", gemms, target, source, spec.weight)
+        amaxes = {"input": x_amax, "weight": w_amax}
+        if isinstance(mesh.local_tensor(input), Float8Tensor):  # cast with the history that it has
+            shared = x_amax if spec.prepared_input is not None and spec.training else None
+            amaxes = {PREPARED_INPUT: shared, "weight": w_amax}
+        recorded = {name: amax for name, amax in amaxes.items() if amax is not None}
+        left_w: Local = mesh.local_tensor(weight) if w is None else w
         if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
-            w = _recorded(w, spec.owner, amaxes)  # there is no backward
-        # Wait for the gather of the input only here, where the weight's cast has been issued.
+            left_w = _recorded(left_w, spec.weight, recorded)  # there is no backward
         uses = spec.config.recipe.uses["input"]
-        waited = {gemm: operands.wait_local(x[gemm], uses[gemm]) for gemm in gemms}
+        waited = {gemm: wait_local(x[gemm], uses[gemm]) for gemm in gemms}
         left = waited["output"]
         gathered = x_layout
         if layouts is not None and x_layout is not None:
             gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
-        product = _gemm(left, w, "output", spec, input.dtype, (gathered, w_layout))
+        ctx.high = None
+        if observers.keeps_operands():
+            ctx.high = input.detach(), spec.weight.high_precision(weight)
+        how = spec, input.dtype, (gathered, w_layout), ctx.high or (None, None)
+        product = _gemm(left, left_w, "output", *how)
         output = _unflattened(product, input if layouts is None else left)
         ctx.set_materialize_grads(False)
         ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
         ctx.gathered = gathered
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-        right: Local | None = None
-        recast: Recast | None = None
-        if needs_input and recast_spec is not None:
-            right, recast = weight, recast_spec.recast(flat)
-        elif needs_input and grad_input_spec is not None:
-            right = grad_input_spec.operand(flat)
-        elif needs_input:
-            right = mesh.local_tensor(weight)
-        # Save plain tensors, so that hooks on saved tensors see the real bytes.
-        saved_input = waited.get("grad_weight")
-        saved, ctx.specs = flattened(saved_input, right, recast, *amaxes.values())
-        ctx.names = tuple(amaxes)
-        ctx.unused = (None,) * (2 + len(flat))
+        right: Local | Uncast | None = None
+        if needs_input:
+            right = mesh.local_tensor(weight) if grad_input_w is None else grad_input_w
+        saved, ctx.specs = flattened(waited.get("grad_weight"), right, *recorded.values())
+        ctx.names = tuple(recorded)
         ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
         if w_layout is not None and layouts is not None:
             shape = torch.Size((*input.shape[:-1], weight.shape[0]))
             output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        if observing.are_gemms_observed():
-            ctx.high = high = input.detach(), spec.owner.high_precision(weight)
-            observing.observe_gemm(spec.owner, "output", *high, output)
         if not isinstance(output, DTensor):
             return output if bias is None else output + bias.to(output.dtype)
         return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
@@ -317,42 +335,49 @@ class _LinearFunction(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
-        unused = ctx.unused
         if grad is None:
-            return None, None, None, *unused
+            return (None,) * 5
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad = mesh.reduced(grad)
         grad_bias = _bias_gradient(grad, ctx.bias_layout) if needs_bias else None
         spec, layouts = ctx.spec, ctx.layouts
         records, begins = _is_training_pass(ctx) if spec.histories else (False, None)
         if not (needs_input or needs_weight or records):
-            return None, None, grad_bias, *unused
-        saved, (x_spec, w_spec, recast_spec, *amax_specs) = ctx.saved_tensors, ctx.specs
+            return None, None, grad_bias, None, None
+        saved, (x_spec, w_spec, *amax_specs) = ctx.saved_tensors, ctx.specs
         amaxes = {n: amax.operand(saved) for n, amax in zip(ctx.names, amax_specs, strict=True)}
         if not (needs_input or needs_weight):
             # Only the bias is trained. (In eager code _FinishOutput adds that of a DTensor output.)
-            grad_bias = _recorded(grad_bias, spec.owner, amaxes, begins)
-            return None, None, grad_bias, *unused
+            grad_bias = _recorded(grad_bias, spec.weight, amaxes, begins)
+            return None, None, grad_bias, None, None
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
-        x = x_spec.operand(saved) if needs_weight else None
-        w = w_spec.operand(saved) if needs_input else None
-        if w is not None and recast_spec is not None:
-            w = _recast(w, recast_spec.recast(saved), grad, spec)
+        operands: dict[Gemm, Local] = {}
+        if needs_input:
+            w = w_spec.operand(saved)
+            local_grad = mesh.local_tensor(grad)
+            operands["grad_input"] = w.cast(local_grad) if isinstance(w, Uncast) else w
+        if needs_weight:
+            operands["grad_weight"] = x_spec.operand(saved)
         placements = layouts and layouts.grad_output
-        pairs, grad_amaxes = operands.prepare_gradients(grad, placements, x, w, spec)
+        pairs, amax = prepare_gradients(grad, placements, operands, spec)
         if records:
+            amaxes |= {} if amax is None else {"grad_output": amax}
             in_float8 = [gemm for gemm, (_, x) in pairs.items() if isinstance(x, Quantized)]
             gemm = [*in_float8, *pairs][0]
             left, right = pairs[gemm]
-            pairs[gemm] = left, _recorded(right, spec.owner, amaxes | grad_amaxes, begins)
+            pairs[gemm] = left, _recorded(right, spec.weight, amaxes, begins)
         grad_input = grad_weight = moving = grad_layout = None
         if layouts is not None:
             grad_layout = ctx.x_layout._replace(placements=placements, shape=grad.shape)
+        # The forward may not have been observed. Remove the operands from ctx, which lives as long
+        # as the graph.
+        (high_input, high_weight), ctx.high = ctx.high or (None, None), None
+        schemes = spec.config.recipe.uses["grad_output"]
         if needs_input:
             left, right = pairs["grad_input"]
-            left = operands.wait_local(left, spec.config.recipe.uses["grad_output"]["grad_input"])
-            gemm_layouts = grad_layout, ctx.w_layout
-            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, gemm_layouts)
+            left = wait_local(left, schemes["grad_input"])
+            how = spec, ctx.input_dtype, (grad_layout, ctx.w_layout), (grad, high_weight)
+            product = _gemm(left, right, "grad_input", *how)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
                 layout = ctx.x_layout._replace(placements=layouts.grad_input)
@@ -368,23 +393,15 @@ class _LinearFunction(torch.autograd.Function):
                 moving = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = pairs["grad_weight"]
-            scheme, dtype = spec.config.recipe.uses["grad_output"]["grad_weight"], ctx.weight_dtype
-            left = operands.wait_local(left, scheme)
-            gemm_layouts = grad_layout, ctx.gathered
-            grad_weight = _gemm(left, right, "grad_weight", spec, dtype, gemm_layouts)
+            left = wait_local(left, schemes["grad_weight"])
+            how = spec, ctx.weight_dtype, (grad_layout, ctx.gathered), (grad, high_input)
+            grad_weight = _gemm(left, right, "grad_weight", *how)
             if layouts is not None:
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if moving is None else finish_reduction(moving)
-        if observing.are_gemms_observed():
-            # The forward may not have been observed. Remove the operands from ctx, which lives as
-            # long as the graph.
-            high_input, high_weight = getattr(ctx, "high", (None, None))
-            ctx.high = None, None
-            observing.observe_gemm(spec.owner, "grad_input", grad, high_weight, grad_input)
-            observing.observe_gemm(spec.owner, "grad_weight", grad, high_input, grad_weight)
-        return grad_input, grad_weight, grad_bias, *unused
+        return grad_input, grad_weight, grad_bias, None, None
 
 
 def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.Tensor:
@@ -399,23 +416,9 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
     return layout._replace(shape=shape).wrap(mesh.local_tensor(input))
 
 
-def _recast(
-    weight: torch.Tensor, recast: Recast, grad: torch.Tensor, spec: LinearSpec
-) -> Quantized:
-    """Cast, in the backward, a weight that FSDP2 has gathered again; unpack a stored one.
-
-    The cast takes the gradient as an argument, because a graph would otherwise compute it in the
-    forward and keep the float8 copy.
-    """
-    local = mesh.local_tensor(weight)
-    w = recast.cast(local, after=mesh.local_tensor(grad))
-    if observing.is_observed() and w.scheme != spec.config.recipe.uses["weight"]["output"]:
-        source = observing.Source(local, spec.owner.forward_layout(weight))
-        observing.observe(spec.owner, "weight", source, [w], repeats=False)
-    return w
-
-
-def _recorded(operand: Any, owner: Any, amaxes: Amaxes, begins: bool | None = None) -> Any:
+def _recorded(
+    operand: Any, owner: Float8Weight, amaxes: dict[str, torch.Tensor], begins: bool | None = None
+) -> Any:
     """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 
     ``operand``: an operand of the pass that is not in flight. In a graph the recording takes it and

@@ -1,14 +1,11 @@
 """Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import ALIGNMENT, needs_alignment
 from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 
 
@@ -55,30 +52,13 @@ def check_prepared(config: Float8LinearConfig, input: Float8Tensor, fqn: str) ->
     """Raise ValueError if a prepared input was not cast as the layer's config requires."""
     scheme = config.recipe.gather_scheme["input"]
     if scheme is None or scheme.key != input.key:
-        needed = _described(scheme) if scheme else "two different casts of it, or high precision"
+        needed = scheme.described if scheme else "two different casts of it, or high precision"
         raise ValueError(
-            f"{fqn}: the input is float8 already, {_described(input.scheme)}, but the layer takes "
+            f"{fqn}: the input is float8 already, {input.scheme.described}, but the layer takes "
             f"{needed}; pass it in high precision (PrepareModuleInput instead of "
             "PrepareFloat8ModuleInput), or prepare it as the layer takes it: give the layers that "
             "share an input one config"
         )
-
-
-def check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it.
-
-    ``schemes``: the schemes of the weight in this layer.
-    """
-    if [scheme.key for scheme in schemes] != [weight.key]:
-        raise ValueError(
-            f"{fqn}: FSDP2 gathered the weight as {_described(weight.scheme)} for another layer "
-            f"that shares it, but this layer takes {' and '.join(map(_described, schemes))}; "
-            "convert layers that share a weight with one config"
-        )
-
-
-def _described(scheme: Scheme) -> str:
-    return f"{scheme.dtype} with one scale per {scheme.covers}, {scheme}"
 
 
 def takes_any_size(config: Float8LinearConfig) -> bool:

@@ -13,23 +13,28 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8_dist.cast import check_layout, check_transforms
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, check_config
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear import checks
-from fp8_dist.linear.amax_history import AMAXES_KEY, AmaxHistory, load_histories
-from fp8_dist.linear.autograd import float8_linear
+from fp8_dist.linear.autograd import LinearSpec, float8_linear
 from fp8_dist.linear.class_change import change_class, why_forward_is_kept
-from fp8_dist.linear.local_placements import LocalPlacements
-from fp8_dist.linear.operands import LinearSpec
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import checked_module, float8_weights, load_weights, save_weights
 from fp8_dist.mesh import Placements, local_tensor, reduced
+from fp8_dist.operand.cast import check_layout, check_transforms
+from fp8_dist.operand.history import (
+    AMAXES_KEY,
+    AmaxHistory,
+    load_histories,
+    warn_if_not_synced,
+)
 from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.local_placements import LocalPlacements
+from fp8_dist.weight.stored_weight import bind
+from fp8_dist.weight.weights import checked_module, float8_weights, load_weights, save_weights
 
 
 class Float8Linear(nn.Linear):
@@ -231,8 +236,7 @@ class Float8Linear(nn.Linear):
             if not plain:
                 checks.check_local_features(weight, input, self.fqn)
             if self.histories:
-                self.float8_weight.warn_if_not_synced()
-        weight_casts = self.float8_weight.forward_casts(parameter, input.requires_grad)
+                warn_if_not_synced(self.histories, self.fqn)
         local = local_tensor(input)
         if isinstance(local, Float8Tensor):
             checks.check_prepared(self.config, local, self.fqn)
@@ -241,7 +245,7 @@ class Float8Linear(nn.Linear):
             input = input if plain else reduced(input)
         settings = self.config, self.output_placements, fqn, self.histories, self.float8_weight
         spec = LinearSpec(*settings, torch.is_grad_enabled(), self.prepared_input, transport)
-        return float8_linear(input, weight, bias, weight_casts, spec)
+        return float8_linear(input, weight, bias, parameter, spec)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's text, the recipe, and the operands that are gathered in float8.
@@ -292,7 +296,7 @@ class Float8Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
-        self.float8_weight.bind(self._parameters.get("weight"))
+        bind(self.float8_weight, self._parameters.get("weight"))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is Float8Linear or "plain_class" not in vars(type(self)):
@@ -301,7 +305,7 @@ class Float8Linear(nn.Linear):
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         super()._apply(fn, recurse)
-        self.float8_weight.bind(self._parameters.get("weight"))
+        bind(self.float8_weight, self._parameters.get("weight"))
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -47,8 +47,8 @@ from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, fold_gradient, fold_weight_scale, row_amaxes, unit_scales
 from fp8_dist.kernels.quantization import as_matrix
-from fp8_dist.linear.observing import Owner, Source, is_observed, observe
 from fp8_dist.mesh import Layout, Placements
+from fp8_dist.operand.observers import Owner, Use, is_observed, notify_cast
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
 from fp8_dist.tensor import Float8Tensor
@@ -65,7 +65,7 @@ def folded_gradients(
     """Prepare the operands of the two gradient GEMMs: g1 and wq, g2 and xq.
 
     Args:
-        grad, placements: as in :func:`fp8_dist.linear.operands.prepare_gradients`.
+        grad, placements: as in :func:`fp8_dist.linear.autograd.prepare_gradients`.
         scheme: the scheme of grad_output, with one scale per row.
         right: the right operand of each GEMM: first, for grad_input, the local weight ``[N, K]``
             with scales s, then, for grad_weight, the local input ``[..., K]`` with scales t.
@@ -181,6 +181,5 @@ def _observe(
                 qdata = qdata[: folded_in.numel()]
             folds = part_of(folded_in.reshape(*qdata.shape[:-1], 1))
         part = part_of(as_bytes(qdata)).view(qdata.dtype)
-        source = Source(high.reshape(part.shape), layout, folds)
         low = Quantized(part, (scale,), left.scheme)
-        observe(owner, "grad_output", source, [low], repeats=False)
+        notify_cast(Use((owner,), "grad_output"), high.reshape(part.shape), layout, [low], folds)

@@ -19,10 +19,9 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
-from fp8_dist.linear.amax_history import history_statistic, last_amax
-from fp8_dist.linear.weight import weight_statistics
 from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
 from fp8_dist.moe.operators import grouped_mm_operator
+from fp8_dist.operand.sources import look_up
 from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 
@@ -30,11 +29,11 @@ aten = torch.ops.aten
 
 # Neither the absolute values of a weight nor float8 copies are saved. A saved amax takes at most
 # four bytes per scale, and a saved exponent one byte per block.
-_AMAXES = (amax, amaxes, block_exponents, history_statistic, last_amax, measure_operator)
+_AMAXES = (amax, amaxes, block_exponents, measure_operator)
 _GEMMS = (block_scaled_mm, grouped_mm_operator, multiply_operator, scaled_mm)
 _ROUTING = (numbers_of_rows, slots_by_expert)
 _SAVED: set[Any] = {
-    *(operator.overload for operator in (*_AMAXES, weight_statistics, *_GEMMS, *_ROUTING)),
+    *(operator.overload for operator in (*_AMAXES, *_GEMMS, *_ROUTING)),
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_mm.default,
@@ -58,4 +57,6 @@ def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) 
     """
     # In compiled code on GPUs, amaxes may be taken of integers.
     saves = func in _SAVED or (func is aten.amax.default and not args[0].dtype.is_floating_point)
+    if func is look_up.overload:
+        saves = not args[6]  # not of FSDP2's gathers
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,9 +13,8 @@ from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels import ALIGNMENT
-from fp8_dist.linear import Float8Linear, agreement, checks, class_change, float8_layers
+from fp8_dist.linear import Float8Linear, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
-from fp8_dist.linear.weights import float8_weights, weights_of
 from fp8_dist.mesh import Placements, redistributed
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import ConversionSummary, conversion_summary
@@ -23,6 +22,8 @@ from fp8_dist.model.routers import routers
 from fp8_dist.moe import experts as moe_experts
 from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
 from fp8_dist.text import alike, alike_names
+from fp8_dist.weight import agreement
+from fp8_dist.weight.weights import float8_weights, weights_of
 
 
 def convert_to_float8_training(

@@ -20,13 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels import fp32_scales, pack_e2m1
 from fp8_dist.linear.module import config_text, other_users
-from fp8_dist.linear.stored import as_stored
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import weights_of, weights_of_model
 from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
-from fp8_dist.scaling import BlockScheme, Mxfp4, global_statistics_of_tensors
+from fp8_dist.operand.prepare import cast_local
+from fp8_dist.operand.sources import Given
+from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, global_statistics_of_tensors
 from fp8_dist.text import without_wrappers
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.stored_weight import as_stored
+from fp8_dist.weight.weights import weights_of, weights_of_model
 
 _Format = Literal["float8", "mxfp4"]
 
@@ -361,9 +363,9 @@ def _cast(
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
             statistics = scheme.local_part(whole, layout)
-        _, _, (qdata,) = scheme.cast(shard, statistics, scheme.start(layout), [False])
+        (cast,), _ = cast_local(shard, CastPlan((scheme,)), layout, Given([statistics]))
         device = shard.device if stays_on_mesh else parameter.device
-        tensors[i] = with_local(parameter, qdata.to(device))
+        tensors[i] = with_local(parameter, cast.qdata.to(device))
         scales[i] = fp32_scales(scheme.scales_from(whole)[0]).to(device)
     return tensors, [scales.get(i) for i in range(len(bucket))]
 

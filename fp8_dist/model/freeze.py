@@ -6,11 +6,13 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.linear.module import other_users
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 from fp8_dist.moe.experts import FilterFn, check_arguments
+from fp8_dist.operand.prepare import cast_local
 from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.stored_weight import share, store_in_float8
+from fp8_dist.weight.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 
 
 @torch.no_grad()
@@ -98,10 +100,12 @@ def freeze_to_float8(
     for weight in chosen.values():
         first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
-            (cast,) = weight.casts(weight.parameter(), CastPlan(weight.schemes))
-            weight.store(cast.qdata.clone(), cast.scales[0].clone(), packs=format == "mxfp4")
+            source, plan = weight.source(weight.parameter()), CastPlan(weight.schemes)
+            (cast,), _ = cast_local(weight.shard(), plan, weight.layout(), source)
+            qdata, scales = cast.qdata.clone(), cast.scales[0].clone()
+            store_in_float8(weight, qdata, scales, packs=format == "mxfp4")
         else:  # layers may share a weight
-            weight.share(first.parameter(), first.module.get_parameter(first.scales_name))
+            share(weight, first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
     if not stored:
         raise ValueError(

@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 from fp8_dist.device import FLOAT8_DTYPES, is_float8, short_name
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.linear.stored import check_values, checked_scales, counts, fitted
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import checked_module
 from fp8_dist.mesh import local_pieces, local_tensor, narrowed, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
-from fp8_dist.tensor.known import KnownWeight
-from fp8_dist.tensor.stored import StoredScales
 from fp8_dist.text import without_wrappers
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.stored import StoredScales
+from fp8_dist.weight.stored_weight import check_values, checked_scales, counts, fitted
+from fp8_dist.weight.weights import checked_module
 
 # The names of dtypes in safetensors files: such as "F8_E5M2", and "F8_E4M3" for torch's e4m3fn.
 _FLOAT8 = {f"F8_{short_name(dtype).removesuffix('fn').upper()}": dtype for dtype in FLOAT8_DTYPES}

@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
-from fp8_dist.linear.weights import weights_of
 from fp8_dist.model.filters import LEFT_OUT
 from fp8_dist.text import aligned, alike
+from fp8_dist.weight.weights import weights_of
 
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
 _NO_PRODUCTS = (nn.Embedding, nn.EmbeddingBag, nn.Conv1d, nn.ConvTranspose1d)

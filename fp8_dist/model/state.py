@@ -6,12 +6,12 @@ from typing import Any, NoReturn, get_args
 import torch
 import torch.nn as nn
 
-from fp8_dist.linear.amax_history import PREPARED_INPUT, AmaxHistory, saved_rows
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.weights import checked_module
 from fp8_dist.model.export import unwrapped
+from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, saved_rows
 from fp8_dist.recipe import Operand
 from fp8_dist.text import without_wrappers
+from fp8_dist.weight.weights import checked_module
 
 
 class Float8State:

@@ -15,16 +15,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.config import check_config
-from fp8_dist.linear.agreement import note_converted
-from fp8_dist.linear.operands import Recast, WeightCasts
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import checked_module, load_weights, save_weights, weights_of
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Scheme, transposed
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
+from fp8_dist.weight.agreement import note_converted
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.uncast import Uncast
+from fp8_dist.weight.weights import checked_module, load_weights, save_weights, weights_of
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -137,19 +137,21 @@ class ExpertWeight(Float8Weight):
     def operand(self, parameter: torch.Tensor) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
 
-        Collectives: as :meth:`forward_casts`.
+        Collectives: as :meth:`operands`.
         """
-        casts, tensor = self.forward_casts(parameter), local_part(parameter)
+        output, grad_input, _ = self.operands(parameter, torch.is_grad_enabled())
+        tensor = local_part(parameter)
+        assert output is not None
+        if isinstance(grad_input, Uncast):
+            grad_input = grad_input._replace(parameter=tensor)
         if not self.is_transposed:
             layout = self.layout(parameter) if isinstance(parameter, DTensor) else None
-            return Weight(tensor, casts, self, layout)
-        (scheme,), (output, grad_input, recast) = self.config.recipe.schemes["weight"], casts
-        if recast is not None:
-            statistics = tuple([matrix.mT for matrix in recast.statistics])
-            recast = Recast(statistics, scheme, recast.start[::-1], recast.splits_blocks)
-        assert output is not None
-        cast = transposed(output, scheme)
-        return Weight(tensor.mT, WeightCasts(cast, grad_input and cast, recast), self)
+            return Weight(tensor, output, grad_input or output, self, layout)
+        (scheme,) = self.config.recipe.schemes["weight"]
+        output = transposed(output, scheme)
+        if isinstance(grad_input, Uncast):
+            return Weight(tensor.mT, output, grad_input._replace(transposed_to=scheme), self)
+        return Weight(tensor.mT, output, output, self)
 
 
 def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
@@ -349,7 +351,7 @@ def division_of(module: nn.Module) -> ExpertsDivision:
 def weight_of(module: nn.Module, name: str) -> Weight:
     """The weight of converted experts for a forward and its backward.
 
-    Collectives: as :meth:`fp8_dist.linear.weight.Float8Weight.forward_casts`.
+    Collectives: as :meth:`fp8_dist.weight.float8_weight.Float8Weight.operands`.
     """
     weight: Any = weights_of(module)[name]
     parameter = getattr(module, name)

@@ -18,22 +18,24 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from fp8_dist.cast import cast_local
 from fp8_dist.device import autocast
 from fp8_dist.kernels import Groups
-from fp8_dist.linear import observing
-from fp8_dist.linear.autograd import flattened
-from fp8_dist.linear.operands import WeightCasts
-from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim, this_rank
 from fp8_dist.moe import operators
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
+from fp8_dist.operand import observers
+from fp8_dist.operand.observers import Use
+from fp8_dist.operand.prepare import cast_local, cast_once
+from fp8_dist.operand.saved import flattened
+from fp8_dist.operand.sources import FRESH
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import Quantized, dequantize, transposed
+from fp8_dist.scaling import CastPlan, Quantized, dequantize, transposed
 from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.torch_internals import StridedShard
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.uncast import Uncast
 
 
 class Weight(NamedTuple):
@@ -41,13 +43,14 @@ class Weight(NamedTuple):
 
     Attributes:
         tensor: the local tensor that gradients flow to.
-        casts: its casts.
+        output, grad_input: the operands of these GEMMs, which may be the same.
         owner: the owner of its casts, for observers; ``None`` if these are not notified.
         layout: its layout. It may be ``None`` if ranks have whole experts.
     """
 
     tensor: Tensor
-    casts: WeightCasts
+    output: Quantized
+    grad_input: Quantized | Uncast
     owner: Float8Weight | None = None
     layout: Layout | None = None
 
@@ -68,7 +71,7 @@ class Weight(NamedTuple):
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     """Cast a weight in its memory layout, unless FSDP2 gathered it in float8.
 
-    Collectives: as :func:`fp8_dist.cast.cast_local`.
+    Collectives: as :func:`fp8_dist.operand.prepare.cast_local`.
 
     Raises:
         ValueError: FSDP2 gathered the weight for another config.
@@ -83,11 +86,12 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
         cast = quantized_as(local, scheme)
     else:
         high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
-        if operators.is_stored_transposed(shard):
-            cast = transposed(cast_local(high.mT, stored_transposed(scheme), shard.mT), scheme)
-        else:
-            cast = cast_local(high, scheme, shard)
-    return Weight(local_part(weight), WeightCasts(cast, cast))
+        if is_transposed := operators.is_stored_transposed(shard):
+            high, shard = high.mT, shard.mT
+        plan = CastPlan((stored_transposed(scheme) if is_transposed else scheme,))
+        (cast,), _ = cast_local(shard, plan, Layout.of(high))
+        cast = transposed(cast, scheme) if is_transposed else cast
+    return Weight(local_part(weight), cast, cast)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -104,28 +108,23 @@ def _multiply(
         x: the rows before their cast, or, with ``places``, the tokens that it indexes.
         rows: the rows of ``ctx.groups``, in float8.
     """
-    # Save the parameter, not a cast, if FSDP2 gathered it in high precision: FSDP2 will free it.
-    operands = [local_tensor(w.tensor) if w.casts.recast else w.casts.grad_input for w in weights]
-    tensors, ctx.forms = flattened(rows, *operands)
+    tensors, ctx.specs = flattened(rows, *[weight.grad_input for weight in weights])
     ctx.save_for_backward(*tensors)
-    ctx.recasts = tuple([weight.casts.recast for weight in weights])
     # The layouts of the gradients of the products.
     ctx.layouts = tuple([weight.layout_of_rows(rows.qdata.shape[0], 1) for weight in weights])
     ctx.dtypes = x.dtype, weights[0].tensor.dtype
     ctx.owners = tuple([weight.owner for weight in weights])
     ctx.high = None  # the rows and the weights in high precision, for observers
     is_whole = ctx.routing is None or ctx.routing.group is None
-    if is_whole and observing.are_gemms_observed():
+    if is_whole and observers.keeps_operands():
         high = x.detach() if places is None else x.detach().index_select(0, places)
         ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
     high_rows, *high_weights = ctx.high or [None] * (1 + len(weights))
     how, products = (x.dtype, ctx.config.emulate), []
     for weight, high_weight in zip(weights, high_weights, strict=True):
-        cast = weight.casts.output
-        assert cast is not None
-        product = operators.grouped_mm(rows, cast, True, ctx.groups, *how)
-        left, right = (rows, high_rows), (cast, high_weight)
-        _observe(ctx, weight.owner, "output", left, right, product, cast)
+        product = operators.grouped_mm(rows, weight.output, True, ctx.groups, *how)
+        operands = rows, weight.output, product
+        _notify(ctx, weight.owner, "output", operands, (high_rows, high_weight), weight.output)
         products.append(product)
     return products
 
@@ -140,19 +139,15 @@ def _gradients(
         needs: whether gradients of the rows and of each weight are needed.
         high: ``grads`` in high precision, for observers.
     """
-    high_rows, *high_weights = ctx.high or [None] * len(ctx.forms)
+    high_rows, *high_weights = ctx.high or [None] * len(ctx.specs)
     ctx.high = None  # ctx lives as long as the graph
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
-    rows, *weights = (form and form.operand(tensors) for form in ctx.forms)
-    assert isinstance(rows, Quantized)
+    rows, *weights = (spec.operand(tensors) for spec in ctx.specs)
     options = ctx.config.pad_token_groups_for_grouped_mm, ctx.config.emulate
     sum_of_rows: Tensor | None = None
     grad_weights: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-        recast, owner = ctx.recasts[i], ctx.owners[i]
-        if isinstance(weight, Tensor) and recast is not None:
-            weight = recast.cast(weight.detach())
-        assert isinstance(weight, Quantized)
+        weight = weight.cast() if isinstance(weight, Uncast) else weight
         operands, needed = operators.GroupedOperands(grad, rows, weight), (needs[0], needs[1 + i])
         grad_rows, grad_weight = operators.grouped_gradients(
             operands, ctx.groups, needed, ctx.dtypes, *options, ctx.layouts[i]
@@ -160,42 +155,41 @@ def _gradients(
         grad_weights.append(grad_weight)
         if grad_rows is not None:
             sum_of_rows = grad_rows if sum_of_rows is None else sum_of_rows + grad_rows
-        left = grad, high[i]
-        _observe(ctx, owner, "grad_input", left, (weight, high_weights[i]), grad_rows, weight)
-        _observe(ctx, owner, "grad_weight", left, (rows, high_rows), grad_weight, weight)
+        owner, how = ctx.owners[i], (weight,)
+        pair = high[i], high_weights[i]
+        _notify(ctx, owner, "grad_input", (grad, weight, grad_rows), pair, *how)
+        pair = high[i], high_rows
+        _notify(ctx, owner, "grad_weight", (grad, rows, grad_weight), pair, *how)
     return sum_of_rows, grad_weights
 
 
-def _observe(
+def _notify(
     ctx: Any,
     owner: Float8Weight | None,
     gemm: Gemm,
-    left: tuple[Quantized, Tensor | None],
-    right: tuple[Quantized, Tensor | None],
-    result: Tensor | None,
+    operands: tuple[Quantized, Quantized, Tensor | None],
+    high: tuple[Tensor | None, Tensor | None],
     weight: Quantized,
 ) -> None:
-    """Show observers a grouped GEMM of a ``weight`` that has an owner.
+    """Notify observers of a grouped GEMM of a ``weight`` that has an owner.
 
-    ``left``, ``right``: the operands in float8, and in high precision if the GEMM of each expert is
-    shown.
+    Args:
+        operands: the left and the right operand, and the result.
+        high: the operands in high precision, if observers are shown them.
     """
-    if not observing.is_observed() or owner is None or result is None:
+    left, right, result = operands
+    if not observers.is_observed() or owner is None or result is None:
         return
     config, layout = ctx.config, owner.layout()
     is_transposed = operators.is_stored_transposed(weight.qdata)
     if is_transposed and layout is not None:
         experts, k, n = layout.shape
         layout = layout._replace(shape=torch.Size((experts, n, k)))
-    layouts = None, layout if right[0] is weight else None
+    layouts = None, layout if right is weight else None
     padded = config.pad_token_groups_for_grouped_mm
     options = config.recipe, padded, config.emulate, is_transposed
-    product = observing.Product(gemm, left[0], right[0], result, options, layouts, ctx.groups)
-    observing.observe_multiply(owner, product)
-    high = [tensor for tensor in (left[1], right[1], result) if tensor is not None]
-    for expert, begin, count in ctx.groups.slices() if len(high) == 3 else ():
-        parts = [x[expert] if x.ndim == 3 else x.narrow(0, begin, count) for x in high]
-        observing.observe_gemm(owner, gemm, *parts)
+    rest = options, layouts, ctx.groups
+    observers.notify_multiply(owner, observers.Product(gemm, left, right, result, *rest, *high))
 
 
 def _cast_rows(
@@ -212,15 +206,12 @@ def _cast_rows(
         layout: their layout, if ranks have parts of each row.
         routing: where they are sent, if they are rows of tokens or slots.
     """
-    rows = rows.detach().contiguous()
-    low = cast_local(rows if layout is None else layout.wrap(rows), config.rows)
-    if observing.is_observed():
+    rows, use = rows.detach().contiguous(), None
+    told = [owner for owner in owners if owner is not None]
+    if told and observers.is_observed():
         dispatch = routing and _dispatch(routing, len(rows))
-        for owner in owners:
-            if owner is not None:
-                placed = layout or _replicated(rows, owner)
-                source = observing.Source(rows, placed, dispatch=dispatch)
-                observing.observe(owner, operand, source, [low], repeats=operand == "input")
+        use = Use(told, operand, layout or _replicated(rows, told[0]), dispatch)
+    (low,), _ = cast_local(rows, CastPlan((config.rows,)), layout, FRESH, use)
     return low
 
 
@@ -232,11 +223,11 @@ def _replicated(rows: Tensor, owner: Float8Weight) -> Layout | None:
     return layout._replace(placements=(Replicate(),), shape=rows.shape)
 
 
-def _dispatch(routing: Routing, rows: int) -> observing.Dispatch:
+def _dispatch(routing: Routing, rows: int) -> observers.Dispatch:
     """The experts of rows of tokens, or of slots, for observers."""
     group, ids = routing.group, routing.expert_ids.detach()
     ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
-    return observing.Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
+    return observers.Dispatch(ids if rows == routing.tokens else ids.reshape(rows, 1), ranks)
 
 
 class _Up(torch.autograd.Function):
@@ -297,7 +288,7 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
     """Send rows back to their slots, in the dtype of ``config.combine``."""
     if config.combine == "high_precision":
         return routing.to_slots(rows)
-    return dequantize(return_rows(cast_local(rows, config.rows), routing)).to(rows.dtype)
+    return dequantize(return_rows(cast_once(rows, config.rows), routing)).to(rows.dtype)
 
 
 class _Down(torch.autograd.Function):

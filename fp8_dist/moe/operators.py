@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8_dist import kernels
-from fp8_dist.cast import cast_local
 from fp8_dist.kernels import ALIGNMENT, Groups, custom_op
 from fp8_dist.kernels.folding import UNIT
 from fp8_dist.mesh import Layout
+from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
 from fp8_dist.text import warn_once
 
@@ -257,7 +257,7 @@ def _folded_parts(
 ) -> tuple[Quantized, Quantized]:
     """Return the operands of grad_input if this rank has a part of each row of the gradient."""
     fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.group_of_row)
-    folded = cast_local(layout.wrap(dequantize(grad) * fold), grad.scheme)
+    folded = cast_once(layout.wrap(dequantize(grad) * fold), grad.scheme)
     left = folded._replace(scales=(folded.scales[0] / UNIT,))
     return left, _after_folding(weights, kernels.unit_scales(weights.qdata))
 

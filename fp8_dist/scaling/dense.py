@@ -144,6 +144,19 @@ class Dense(Scheme):
             scale = scale[..., :1, :].contiguous()
         return known, (scale,), data
 
+    def cast_and_measure(
+        self, x: Tensor, statistics: Statistics, transposed: Sequence[bool]
+    ) -> tuple[list[Scales], list[Tensor], Tensor]:
+        """Cast with one given scale per tensor, above which values saturate, and measure ``x``.
+
+        Returns:
+            The scale, which is NaN if the amax of ``x`` is not finite; the data of each copy; and
+            the amax.
+        """
+        how = self.dtype, self.power_of_2, transposed
+        value, _, scale, *data = kernels.cast_and_measure(x, statistics[0], *how)
+        return [(scale,)], data, value
+
     def _is_cast_by_rows(self, x: Tensor) -> bool:
         """Whether to use kernels for rows, because there are none for matrices."""
         return self.per == "matrix" and fuses_casts(x) and x.numel() > 0

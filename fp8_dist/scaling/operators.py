@@ -14,7 +14,7 @@ from torch import Tensor
 from fp8_dist import torch_internals
 from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
 from fp8_dist.scaling.blocks import matrix_operand, transposed
-from fp8_dist.scaling.dense import cast_in_one_pass, measure_together
+from fp8_dist.scaling.dense import Dense, cast_in_one_pass, measure_together
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics, scheme_named
 from fp8_dist.text import warn_once
@@ -41,8 +41,9 @@ def cast(
     start: Start,
     *,
     saturate: bool = True,
+    measures: bool = False,
     depends_on: Tensor | None = None,
-) -> tuple[list[Scales], list[Tensor]]:
+) -> tuple[list[Scales], list[Tensor], Tensor | None]:
     """Cast a local tensor to copies.
 
     In a graph this is one operator, or operators that Inductor fuses with those that make ``x``.
@@ -51,41 +52,54 @@ def cast(
         statistics: the statistics for each scheme of the plan.
         start: the :func:`common_start` of the schemes.
         saturate: as in :meth:`Scheme.cast`.
+        measures: also return the amax of ``x``; see :meth:`Dense.cast_and_measure`.
         depends_on: a tensor that a graph must compute before this cast, and that keeps the graph
             from merging this cast with an earlier one.
 
     Returns:
-        The scales of each scheme, and the data of the copies.
+        The scales of each scheme, the data of the copies, and the amax.
     """
     if not torch.compiler.is_compiling():
-        return _cast(x, plan, statistics, start, saturate)
-    schemes = plan.schemes
+        return _cast(x, plan, statistics, start, saturate, measures)
+    schemes, count = plan.schemes, len(plan.of)
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, saturate = measure(x, schemes, start), False
-    if statistics is not None and len(schemes) == 1 and depends_on is None:
+    if statistics is not None and len(schemes) == 1 and depends_on is None and not measures:
         fused = schemes[0].fusible_cast(x, statistics[0], plan.transposed, saturate)
         if fused is not None:
-            return [fused[0]], fused[1]
+            return [fused[0]], fused[1], None
     known, keys = [s for part in statistics or () for s in part], [s.key for s in schemes]
-    how = plan.of, plan.transposed, saturate, depends_on
+    how = plan.of, plan.transposed, saturate, measures, depends_on
     flat = cast_operator.overload(x, known, keys, start, *how)
-    return by_scheme(schemes, flat)
+    scales, data = by_scheme(schemes, flat)
+    return scales, data[:count], data[count] if measures else None
 
 
 def _cast(
-    x: Tensor, plan: CastPlan, statistics: Sequence[Statistics] | None, start: Start, saturate: bool
-) -> tuple[list[Scales], list[Tensor]]:
-    schemes, of, transposed = plan
+    x: Tensor,
+    plan: CastPlan,
+    statistics: Sequence[Statistics] | None,
+    start: Start,
+    saturate: bool,
+    measures: bool,
+) -> tuple[list[Scales], list[Tensor], Tensor | None]:
+    schemes, of, transposed = plan.schemes, plan.of, plan.transposed
     first = schemes[0]
+    if plan.packed and statistics is not None:
+        scales, packed = first.cast_packed(x, statistics[0], start)
+        return [scales], [packed], None
+    if measures and statistics is not None:
+        assert isinstance(first, Dense)
+        return first.cast_and_measure(x, statistics[0], transposed)
     if len(schemes) == 1:
         known = None if statistics is None else statistics[0]
         _, scales, data = first.cast(x, known, start, transposed, saturate)
-        return [scales], data
+        return [scales], data, None
     if statistics is None:
         statistics, saturate = measure_together(x, schemes, start), False
     if (copies_at_once := cast_in_one_pass(x, plan, statistics, saturate)) is not None:
-        return copies_at_once
+        return *copies_at_once, None
     scales_by_scheme: list[Scales] = []
     copies: dict[int, Tensor] = {}
     for i, (scheme, known) in enumerate(zip(schemes, statistics, strict=True)):
@@ -93,7 +107,7 @@ def _cast(
         _, scales, data = scheme.cast(x, known, start, part.transposed, saturate)
         scales_by_scheme.append(scales)
         copies.update(zip(places, data, strict=True))
-    return scales_by_scheme, [copies[n] for n in range(len(of))]
+    return scales_by_scheme, [copies[n] for n in range(len(of))], None
 
 
 def by_scheme(
@@ -193,13 +207,20 @@ def measure_operator(x: Tensor, schemes: Sequence[str], start: Sequence[int]) ->
     return [statistic for statistics in measured for statistic in statistics]
 
 
-@custom_op(
-    "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
-    "bool saturate, Tensor? depends_on) -> Tensor[]",
-    fake=lambda x, statistics, schemes, start, of, transposed, *_: [
+def empty_cast(x: Tensor, statistics: Any, schemes: Sequence[str], *how: Any) -> list[Tensor]:
+    """Uninitialized results of :func:`cast_operator`."""
+    start, _, transposed, _, measures, _ = how
+    return [
         *(x.new_empty(shape, dtype=level.scale) for level, shape in _levels(x, schemes, start)),
         *empty_copies(x, scheme_named(schemes[0]).dtype, transposed),
-    ],
+        *([x.new_empty((), dtype=torch.float32)] if measures else []),
+    ]
+
+
+@custom_op(
+    "cast(Tensor x, Tensor[] statistics, str[] schemes, int[] start, int[] of, bool[] transposed, "
+    "bool saturate, bool measures, Tensor? depends_on) -> Tensor[]",
+    fake=empty_cast,
 )
 def cast_operator(
     x: Tensor,
@@ -209,14 +230,16 @@ def cast_operator(
     of: Sequence[int],
     transposed: Sequence[bool],
     saturate: bool,
+    measures: bool,
     depends_on: Tensor | None,
 ) -> list[Tensor]:
-    """Operator of :func:`cast`. Returns the scales of each scheme, then the data of each copy."""
+    """Operator of :func:`cast`. Returns the scales of each scheme, each copy, and the amax."""
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    scales, data = _cast(x, plan, known, (start[0], start[1]), saturate)
+    scales, data, amax = _cast(x, plan, known, (start[0], start[1]), saturate, measures)
     # An operator must not return its arguments, and scales may be statistics or views of them.
-    return [*unshared([s for levels in scales for s in levels], statistics), *data]
+    flat = unshared([s for levels in scales for s in levels], statistics)
+    return [*flat, *data, *([] if amax is None else [amax])]
 
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:

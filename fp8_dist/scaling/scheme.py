@@ -58,11 +58,13 @@ class CastPlan(NamedTuple):
         schemes: the distinct schemes of the copies.
         of: for each copy, the index of its scheme.
         transposed: for each copy, whether it is ``[K, M]`` in memory.
+        packed: whether the copy, the only one, is packed (:meth:`Scheme.pack`).
     """
 
     schemes: tuple["Scheme", ...]
     of: tuple[int, ...] = (0,)
     transposed: tuple[bool, ...] = (False,)
+    packed: bool = False
 
     def part(self, index: int) -> tuple["CastPlan", list[int]]:
         """The plan of the copies of one scheme, and their indices in this plan."""
@@ -72,7 +74,7 @@ class CastPlan(NamedTuple):
 
     def begins(self, other: "CastPlan") -> bool:
         """Whether the copies are the first ones of another plan."""
-        pairs = zip(self, other, strict=True)
+        pairs = zip(self[:3], other[:3], strict=True)
         return self is other or all(mine == others[: len(mine)] for mine, others in pairs)
 
 
@@ -226,6 +228,11 @@ class Scheme:
     def covers(self) -> str:
         """The text after "one scale per" in messages and statistics."""
         return self.key
+
+    @property
+    def described(self) -> str:
+        """The dtype, what a scale covers, and the key, for messages."""
+        return f"{self.dtype} with one scale per {self.covers}, {self}"
 
     @property
     def largest(self) -> float:

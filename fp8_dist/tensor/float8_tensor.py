@@ -12,7 +12,7 @@ import torch
 
 from fp8_dist.device import is_float8, short_name
 from fp8_dist.scaling import Dense, Quantized, Scales, Scheme, Start, covering, scheme_named
-from fp8_dist.tensor.wrapper import TensorSubclass
+from fp8_dist.tensor.subclass import TensorSubclass
 from fp8_dist.torch_internals import STAND_INS, is_mutable, make_wrapper
 
 # aten / collective overload -> handler(func, args, kwargs); filled by fp8_dist.tensor.ops.
@@ -37,6 +37,8 @@ class Float8Tensor(TensorSubclass):
         splits_blocks: see :class:`fp8_dist.scaling.Quantized`.
         origin: the tensor before the cast, for observers (``fp8_dist.debug.float8_stats``). Tensors
             made from this one keep it in eager code. None without an observer.
+        local_amax: the amax of the local tensor that was cast, fp32, 0-dim, for an amax history;
+            None if it was not cast with a history. Tensors made from this one keep it.
 
     Args:
         scale: the scale, or a sequence of the scales of all levels.
@@ -55,6 +57,7 @@ class Float8Tensor(TensorSubclass):
     start: Start
     splits_blocks: bool
     origin: Any
+    local_amax: torch.Tensor | None
 
     @staticmethod
     def __new__(
@@ -66,6 +69,7 @@ class Float8Tensor(TensorSubclass):
         origin: Any = None,
         start: Start = (0, 0),
         splits_blocks: bool = False,
+        local_amax: torch.Tensor | None = None,
     ) -> "Float8Tensor":
         scales = (scale,) if isinstance(scale, torch.Tensor) else tuple(scale)
         if not is_float8(qdata.dtype):
@@ -91,6 +95,7 @@ class Float8Tensor(TensorSubclass):
         self = make_wrapper(cls, qdata, orig_dtype)
         self.qdata, self.orig_dtype, self.origin = qdata, orig_dtype, origin
         self.key, self.start, self.splits_blocks = scheme.key, start, splits_blocks
+        self.local_amax = local_amax
         self.set_scales(scales)
         return self
 
@@ -111,10 +116,13 @@ class Float8Tensor(TensorSubclass):
         return scheme_named(self.key)
 
     @staticmethod
-    def of(quantized: Quantized, orig_dtype: torch.dtype) -> "Float8Tensor":
+    def of(
+        quantized: Quantized, orig_dtype: torch.dtype, local_amax: torch.Tensor | None = None
+    ) -> "Float8Tensor":
         """Wrap a local float8 tensor that was cast from ``orig_dtype``."""
-        qdata, scales, scheme, start, splits_blocks = quantized
-        return Float8Tensor(qdata, scales, orig_dtype, scheme.key, None, start, splits_blocks)
+        qdata, scales, scheme, *position = quantized
+        rest: Any = scheme.key, None, *position, local_amax
+        return Float8Tensor(qdata, scales, orig_dtype, *rest)
 
     @property
     def quantized(self) -> Quantized:
@@ -125,6 +133,7 @@ class Float8Tensor(TensorSubclass):
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
         _, arguments = self.__tensor_flatten__()
         arguments |= {"qdata": self.qdata, "scale": scales_of(self), "origin": self.origin}
+        arguments["local_amax"] = self.local_amax
         return Float8Tensor(**(arguments | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
@@ -144,7 +153,8 @@ class Float8Tensor(TensorSubclass):
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
-        return ["qdata", *_SCALES[: self._levels]], {
+        amax = [] if self.local_amax is None else ["local_amax"]
+        return ["qdata", *_SCALES[: self._levels], *amax], {
             "orig_dtype": self.orig_dtype,
             "scheme": self.key,
             "start": self.start,
@@ -156,7 +166,7 @@ class Float8Tensor(TensorSubclass):
         inner: dict[str, torch.Tensor], static: dict[str, Any], outer_size: Any, outer_stride: Any
     ) -> "Float8Tensor":
         scales = tuple([inner[name] for name in _SCALES if name in inner])
-        return Float8Tensor(inner["qdata"], scales, **static)
+        return Float8Tensor(inner["qdata"], scales, **static, local_amax=inner.get("local_amax"))
 
     def readable(self, reader: str) -> torch.Tensor:
         raise NotImplementedError(

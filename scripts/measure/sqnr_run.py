@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
-from fp8_dist.cast import cast_to_float8
+from fp8_dist.operand.cast import cast_to_float8
 from scripts.common.candidates import config_of
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS, Llama

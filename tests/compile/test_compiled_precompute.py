@@ -23,7 +23,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import PRECOMPUTED, STALE, Kept, KnownWeight
+from fp8_dist.weight.known import PRECOMPUTED, STALE, Kept, KnownWeight
 
 
 def scales(net: nn.Module) -> list[torch.Tensor]:
@@ -48,7 +48,7 @@ def test_what_a_graph_wrote_is_what_it_sees() -> None:
     net = convert_to_float8_training(Net(layers=1))
     torch.compile(update, backend="inductor")(net)
     for layer in float8_layers(net).values():
-        cast = layer.float8_weight.forward_casts(layer.weight).output
+        cast = layer.float8_weight.operands(layer.weight, True).output
         assert same_bits(cast.scales[0], cast_to_float8(layer.weight, CastConfig()).scale)
 
 

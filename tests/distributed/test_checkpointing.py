@@ -24,12 +24,13 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.linear.weight import Float8Weight, measured
+from fp8_dist.operand.sources import measured
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from fp8_dist.weight.float8_weight import Float8Weight
 
 
 def step(net: Net, x: torch.Tensor, mode: str) -> torch.Tensor:
@@ -167,11 +168,11 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
 
         model[0].register_forward_pre_hook(write)
     stale: list[str] = []
-    original = Float8Weight.forward_casts
+    original = Float8Weight.operands
 
-    def checking(self: Any, parameter: torch.Tensor, needs_grad_input: bool) -> Any:
-        found = original(self, parameter, needs_grad_input)
-        again = found.recast.scheme.scales_from(found.recast.statistics)
+    def checking(self: Any, parameter: torch.Tensor, both: bool) -> Any:
+        found = original(self, parameter, both)
+        again = found.grad_input.scheme.scales_from(found.grad_input.statistics)
         kept = [found.output.scales[0], again[0]]
         casts = [self.config.recipe.uses["weight"][gemm] for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
@@ -180,7 +181,7 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
                 stale.append(self.fqn)
         return found
 
-    Float8Weight.forward_casts = checking  # type: ignore[method-assign]
+    Float8Weight.operands = checking  # type: ignore[method-assign]
     try:
         for _ in range(2):
             loss = model(world.mine(torch.randn(4, 8, 64)).requires_grad_()).square().sum()
@@ -189,7 +190,7 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
             for weight in model.parameters():
                 weight.data.mul_(1.5)  # unseen: what a forward knows mustn't reach the next one
     finally:
-        Float8Weight.forward_casts = original  # type: ignore[method-assign]
+        Float8Weight.operands = original  # type: ignore[method-assign]
     return stale
 
 

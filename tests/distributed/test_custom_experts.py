@@ -22,7 +22,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import attach_update, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
-from fp8_dist.linear.weights import float8_weights
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -31,6 +30,7 @@ from fp8_dist.moe import (
     route,
 )
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
+from fp8_dist.weight.weights import float8_weights
 
 EXPERTS, DIM, INNER = 8, 64, 96
 

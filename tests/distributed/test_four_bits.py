@@ -35,8 +35,8 @@ from fp8_dist.moe import (
     grouped_linear,
 )
 from fp8_dist.scaling import Mxfp4
-from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
+from fp8_dist.weight.known import KnownWeight
 from scripts.common.llama import MODELS, Llama
 
 SIZES = [(256, 384), (384, 256), (256, 256)]

@@ -28,13 +28,13 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     apply_tp_plan,
     declare_placements,
     share_input,
 )
+from fp8_dist.weight.known import KnownWeight
 
 of = Float8LinearConfig.from_recipe_name
 RECIPES = [*enumerate(Float8LinearRecipeName)]
@@ -145,7 +145,7 @@ def test_scales_are_those_of_the_global_weight_once_it_is_declared() -> None:
     layer, twin = part_of(whole, tp, 0), one_device(whole)
 
     def is_global() -> bool:
-        ours, theirs = (m.float8_weight.forward_casts(m.weight).output for m in (layer, twin))
+        ours, theirs = (m.float8_weight.operands(m.weight, True).output for m in (layer, twin))
         return (
             ours is not None and theirs is not None and same_bits(ours.scales[0], theirs.scales[0])
         )

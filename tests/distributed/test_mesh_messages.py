@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import distribute_tensor as distributed
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fp8_dist.cast import cast_local
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import all_reduce_max, full_tensors, groups_over, make_group
+from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Dense
 
 
@@ -40,7 +40,7 @@ def test_a_graph_reduces_over_two_axes() -> list[bool]:
 
     def cast(local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole = DTensor.from_local(local, mesh, (Shard(0), Shard(1)), run_check=False)
-        qdata, (scale,), *_ = cast_local(whole, Dense())
+        qdata, (scale,), *_ = cast_once(whole, Dense())
         return qdata.view(torch.uint8), scale
 
     compiled = torch.compile(cast, backend="aot_eager", fullgraph=True)

@@ -30,7 +30,7 @@ from fp8_dist import (
     convert_to_float8_training,
 )
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.weight.known import KnownWeight
 
 # Ways to read a tensor; each returns a plain tensor.
 READS: dict[str, Callable[[Tensor], Any]] = {

@@ -25,7 +25,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.tensor.known import UNKNOWN, Kept, KnownWeight
+from fp8_dist.weight.known import UNKNOWN, Kept, KnownWeight
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

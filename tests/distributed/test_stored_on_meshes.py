@@ -36,8 +36,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit, float8_stats
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.stored import Stored
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel, apply_tp_plan
+from fp8_dist.weight.stored import Stored
 
 # Whole blocks; and for some meshes blocks that ranks cut, and ranks without rows.
 WHOLE, CUT, EMPTY = (512, 384, 256), (128, 200, 72), (96, 3, 40)

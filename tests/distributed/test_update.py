@@ -33,8 +33,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import STALE
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, apply_tp_plan
+from fp8_dist.weight.known import STALE
 
 # FSDP2 alone gathers rows with their scales, and needs nothing.
 RECIPES_ON_MESHES = [(2, 1, "tensorwise"), (2, 1, "rowwise_folded"), (2, 2, "rowwise")]

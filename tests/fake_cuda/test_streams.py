@@ -26,10 +26,9 @@ from fp8_dist import (
     float8_layers,
     update_float8_scales,
 )
-from fp8_dist.fsdp import set_gradient_transport
-from fp8_dist.linear import weight
+from fp8_dist.fsdp import set_gradient_transport, weight
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import KnownWeight
+from fp8_dist.weight.known import KnownWeight
 
 BLOCKS, DIM, STEPS = 3, 64, 2
 

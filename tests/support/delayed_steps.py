@@ -24,7 +24,7 @@ from fp8_dist import (
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
-from fp8_dist.linear.amax_history import AmaxHistory
+from fp8_dist.operand.history import AmaxHistory
 
 DELAYED = Float8LinearConfig.from_recipe_name("delayed")
 GATHERED = replace(DELAYED, enable_fsdp_float8_all_gather=True)

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from fp8_dist import CastConfig, Float8LinearConfig, Float8Tensor, cast_to_float8
-from fp8_dist.linear.weight import Float8Weight
-from fp8_dist.linear.weights import load_weights, save_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.scaling import Dense
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.weights import load_weights, save_weights
 
 PER_EXPERT = CastConfig(scaling_granularity=Dense(per="matrix"))
 

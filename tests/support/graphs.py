@@ -21,17 +21,14 @@ from fp8_dist.debug.audit import CommRow, CommTable, _axis_name
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels import cast_and_measure, cast_copies, cast_rows, quantize
 from fp8_dist.kernels.blocks import cast_blocks, quantize_block_copies
-from fp8_dist.linear.amax_history import history_copies
-from fp8_dist.linear.runtime_ops import QUERIES
-from fp8_dist.linear.weight import gather_statistics
+from fp8_dist.operand.sources import QUERIES, look_up
 from fp8_dist.scaling.operators import cast_operator
 
 # The names of ops that are counted: queries of scales, casts, GEMMs, and collectives.
 OPS = ("scale_query", "amax", "quantize", "reblock", "scaled_mm", "mm")
 OPS += ("all_gather", "reduce_scatter", "all_reduce")
 
-# Each op is one cast of a tensor, to one or more copies. The last two also look up the scale, and
-# the first of these two is the one that occurs in graphs.
+# Each op is one cast of a tensor, to one or more copies.
 CASTS = {
     each.overload
     for each in (
@@ -42,7 +39,6 @@ CASTS = {
         cast_copies,
         cast_rows,
         quantize_block_copies,
-        history_copies,
     )
 }
 
@@ -64,11 +60,17 @@ def counted(func: Any) -> str | None:
     if func in CASTS:
         return "quantize"
     if func in QUERIES:
-        return None if func is gather_statistics.overload else "scale_query"
+        return "scale_query"
     name = func._schema.name.partition("::")[2]
     name = ALIKE.get(name, name)
     names = ((op, (op, f"{op}es", f"{op}_into_tensor", f"{op}_tensor")) for op in OPS)
     return next((op for op, every in names if name in every), None)
+
+
+def looked_up(args: Any) -> str | None:
+    """The name under which a look-up with these arguments counts: it may cast, too."""
+    *_, is_gather, of, _ = args
+    return None if is_gather else "quantize" if of else "scale_query"
 
 
 class Ops(TorchDispatchMode):
@@ -84,7 +86,8 @@ class Ops(TorchDispatchMode):
         return True  # so that compiled graphs run under this mode
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if (op := self.name_of(func)) is not None:
+        op = looked_up(args) if func is look_up.overload else self.name_of(func)
+        if op is not None:
             self.counts[op] += 1
         return func(*args, **(kwargs or {}))
 
@@ -148,7 +151,9 @@ class Graphs:
         for node in graph.graph.nodes:
             if not isinstance(node.target, torch._ops.OpOverload):
                 continue
-            if (op := counted(node.target)) is not None:
+            op = counted(node.target)
+            op = looked_up(node.args) if node.target is look_up.overload else op
+            if op is not None:
                 ops[op] += 1
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             collective = read_collective(node.target, args, kwargs)

@@ -30,7 +30,7 @@ from two_level import config_named
 from fp8_dist import convert_to_float8_training, update_float8_scales
 from fp8_dist.debug import record
 from fp8_dist.debug.replay import Finding, Replay
-from fp8_dist.linear import autograd, observing, operands, rowwise_folded, weight
+from fp8_dist.linear import autograd, rowwise_folded
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import (
     Float8ExpertsConfig,
@@ -38,6 +38,7 @@ from fp8_dist.moe import (
     dispatch,
     functions,
 )
+from fp8_dist.operand import observers
 from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor_parallel import (
     Float8ExpertParallel,
@@ -247,16 +248,16 @@ class Fault:
         return f"{owner.fqn}.{owner.name}" if self.case.has_experts else owner.fqn
 
     def observe(self, real: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``observe`` to plant a wrong byte or scale in a cast."""
+        """Wrap ``notify_cast`` to plant a wrong byte or scale in a cast."""
 
-        def observe(owner: Any, operand: str, source: Any, made: Any, *a: Any, **k: Any) -> None:
-            is_cast = self.kind in ("byte", "scale") and made and source.high.numel()
-            if is_cast and self.happens(self.name(owner), operand):
+        def observe(use: Any, high: Tensor, layout: Any, made: Any, *a: Any) -> None:
+            is_cast = self.kind in ("byte", "scale") and made and high.numel()
+            if is_cast and self.happens(self.name(use.owners[0]), use.operand):
                 if self.kind == "byte":
-                    change_byte(made[0].qdata, source.high.shape, self.case.seed, 8)
+                    change_byte(made[0].qdata, high.shape, self.case.seed, 8)
                 else:
                     change_scale(made[0].scales)
-            real(owner, operand, source, made, *a, **k)
+            real(use, high, layout, made, *a)
 
         return observe
 
@@ -275,7 +276,7 @@ class Fault:
         return REAL_GEMM(*pair, gemm, spec, *a, **k)
 
     def observe_multiply(self, real: Callable[..., None]) -> Callable[..., None]:
-        """Wrap ``observe_multiply`` to plant a wrong result of a GEMM."""
+        """Wrap ``notify_multiply`` to plant a wrong result of a GEMM."""
 
         def observe_multiply(owner: Any, product: Any) -> None:
             is_result = self.kind == "result" and product.result.numel()
@@ -349,10 +350,10 @@ def planted(fault: Fault) -> ExitStack:
     """A context with the patches of a fault."""
     patches: list[tuple[Any, str, Any]] = [(autograd, "_gemm", fault.gemm)]
     patches += [(functions, "send_rows", fault.send_rows), (dispatch, "_arrivals", fault.arrivals)]
-    for module in (operands, weight, rowwise_folded, observing):
-        patches.append((module, "observe", fault.observe(module.observe)))  # type: ignore[attr-defined]
-    wrong = fault.observe_multiply(observing.observe_multiply)
-    patches.append((observing, "observe_multiply", wrong))
+    wrong_cast = fault.observe(observers.notify_cast)
+    patches += [(module, "notify_cast", wrong_cast) for module in (observers, rowwise_folded)]
+    wrong_product = fault.observe_multiply(observers.notify_multiply)
+    patches.append((observers, "notify_multiply", wrong_product))
     stack = ExitStack()
     for place in patches:
         stack.enter_context(patch.object(*place))

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fp8_dist.text
 from fp8_dist import Float8Tensor, float8_layers
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import TRAINED, UNKNOWN, KnownWeight
+from fp8_dist.weight.known import TRAINED, UNKNOWN, KnownWeight
 
 # Largest finite values, numbers of mantissa bits, and smallest exponents of float8 formats.
 FORMATS = {

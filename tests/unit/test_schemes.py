@@ -29,8 +29,8 @@ from torch.nn.functional import pad
 from two_level import TwoLevel
 
 from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float8
-from fp8_dist.linear.operands import reason_to_move_high
 from fp8_dist.mesh import Layout
+from fp8_dist.operand.moves import reason_to_move_high
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
 from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
 from fp8_dist.scaling.operators import dequantize_operator

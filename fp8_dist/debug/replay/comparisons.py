@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8_dist.cast import cast_local
 from fp8_dist.debug.measures import Measures, measure_casts
 from fp8_dist.debug.recording import Record
 from fp8_dist.debug.rows import CastStats
@@ -21,6 +20,7 @@ from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.folding import fold_gradient
 from fp8_dist.mesh import narrowed, regions, taken
 from fp8_dist.moe import operators
+from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Quantized, multiply, scheme_named, transposed
 
 Element = tuple[int, ...]
@@ -222,7 +222,7 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
     if first["delayed"] and not high.isfinite().all():
         return None  # the scale is NaN only on ranks with such values
     if not first["delayed"]:
-        return Cast(records, high, cast_local(high, scheme))
+        return Cast(records, high, cast_once(high, scheme))
     # A scale is the rounded reciprocal of a multiplier. Three multipliers may give this scale.
     scale = torch.stack([part["low"]["scales"][0] for part in records]).nanmedian()
     recorded = _joined(parts, [as_bytes(part["low"]["qdata"]) for part in parts])

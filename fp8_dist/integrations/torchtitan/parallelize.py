@@ -27,10 +27,10 @@ from fp8_dist.fsdp import attach_update, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.integrations.torchtitan.experts import Float8ExpertsConverter, fields_of
 from fp8_dist.linear.module import Float8Linear
-from fp8_dist.linear.weights import float8_weights
 from fp8_dist.tensor_parallel import declare_placements, share_input
 from fp8_dist.tensor_parallel.inputs import check_transport
 from fp8_dist.transport import Encoding
+from fp8_dist.weight.weights import float8_weights
 
 
 class TitanFloat8Linear(Float8Linear, Module):

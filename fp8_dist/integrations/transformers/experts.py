@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from fp8_dist.linear.weights import weights_of
 from fp8_dist.moe import experts as moe
 from fp8_dist.moe.dispatch import route
 from fp8_dist.moe.functions import combined_product, grouped_product, local_part
 from fp8_dist.moe.operators import add_bias
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import StridedShard
+from fp8_dist.weight.weights import weights_of
 
 IMPLEMENTATION = "fp8_dist"
 

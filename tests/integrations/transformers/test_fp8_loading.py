@@ -30,9 +30,9 @@ from fp8_dist import (
     skip_head,
 )
 from fp8_dist.integrations.transformers import hf_tp_plan
-from fp8_dist.linear.weights import float8_weights
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan
+from fp8_dist.weight.weights import float8_weights
 
 SIZES = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}  # not multiples of blocks
 IDS = batch(7)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from fp8_dist import Float8LinearConfig, convert_to_float8_training, freeze_to_float8, skip_head
 from fp8_dist.integrations.transformers import Fp8DistConfig
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-from fp8_dist.tensor.stored import StoredFloat8, StoredScales
+from fp8_dist.weight.stored import StoredFloat8, StoredScales
 
 IDS = batch(7)
 CONFIG = Float8LinearConfig(enable_fsdp_float8_all_gather=True)

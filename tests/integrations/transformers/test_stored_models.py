@@ -35,10 +35,10 @@ from fp8_dist import (
     unfreeze_from_float8,
 )
 from fp8_dist.integrations.transformers import Float8Callback
-from fp8_dist.linear.weights import float8_weights
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import Float8ExpertParallel, Float8ExpertTensorParallel
+from fp8_dist.weight.weights import float8_weights
 
 CONFIG = Float8LinearConfig.from_recipe_name("blockwise")
 

@@ -22,9 +22,9 @@ from fake_cuda.inductor import compiled_code_is_counted
 from fake_cuda.world import RANKS, meshes
 from fp8_dist import convert_to_float8_training, text
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.tensor_parallel import apply_tp_plan, llama_tp_plan
 from fp8_dist.torch_internals import set_dtensor_local
+from fp8_dist.weight.known import KnownWeight
 from scripts.common.llama import Llama, LlamaConfig
 
 _COUNTED = {

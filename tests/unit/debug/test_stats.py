@@ -28,10 +28,10 @@ from fp8_dist import (
     convert_to_float8_training,
     sync_float8_amax_and_scale_history,
 )
-from fp8_dist.cast import cast_local
 from fp8_dist.debug import Anomaly, AnomalyLimits, CastStats, Float8Stats, GemmStats, float8_stats
 from fp8_dist.debug.measures import Measures, combine_, measure_casts, nothing
 from fp8_dist.debug.rows import summarized
+from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Dense, Quantized
 
 RECIPES = [recipe.value for recipe in Float8LinearRecipeName]
@@ -102,7 +102,7 @@ def test_measures(per: str) -> None:
         x[:, ::3] *= 1e-9
         x[::7, ::5] = 0.0
         x = x.to(dtype)
-        exact = check(x, cast_local(x, Dense(float8, per)))
+        exact = check(x, cast_once(x, Dense(float8, per)))
         assert exact.underflow
         assert not exact.saturated
     for amax in (1e-30, 1e30):  # squares are out of range
@@ -116,7 +116,7 @@ def test_measures(per: str) -> None:
         assert check(x, quantized_tensor(qdata, torch.tensor(1.0))).saturated == 3
     # The host reads nothing of other devices: a meta tensor has no value to be read.
     x = torch.randn(300, 512, device="meta")
-    low = cast_local(x, Dense(E4M3, per))
+    low = cast_once(x, Dense(E4M3, per))
     for measured in measure_casts(x, [low, low], 0):
         assert (measured.device.type, measured.shape) == ("meta", (11,))
 
@@ -125,7 +125,7 @@ def test_casts_of_one_operand() -> None:
     """Each is measured as it is alone, also where others saturate."""
     x = torch.randn(300, 512).bfloat16()
     x[::7, ::5] = 0.0
-    lows = [cast_local(x, Dense(E4M3, per)) for per in ("row", "column", "tensor")]
+    lows = [cast_once(x, Dense(E4M3, per)) for per in ("row", "column", "tensor")]
     small = torch.tensor(1e-3)
     lows.append(quantized_tensor((x.float() / small).clamp(-448, 448).to(E4M3), small))
     together = torch.stack(measure_casts(x, lows, 0))
@@ -137,7 +137,7 @@ def test_casts_of_one_operand() -> None:
 def test_values_that_are_not_finite(value: float) -> None:
     x, ones = torch.randn(4, 8), torch.ones(4, 8)
     x[1, 2] = value
-    low, low_ones = (cast_local(each, Dense(E4M3)) for each in (x, ones))
+    low, low_ones = (cast_once(each, Dense(E4M3)) for each in (x, ones))
     found = Measures(*measure_casts(x, [low], 3)[0].tolist())
     assert (found.nonfinite, found.minus_rank) == (1, -3)
     assert math.isnan(found.amax) is math.isnan(value)

@@ -13,9 +13,9 @@ from torchao.prototype.blockwise_fp8_training.kernels import (
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.cast import cast_local
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.kernels.blocks import powers_of_2
+from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Blocks, Mxfp4, Scheme
 
 E4M3 = torch.float8_e4m3fn
@@ -28,7 +28,7 @@ Cast = tuple[torch.Tensor, torch.Tensor]  # qdata, the bytes of the scales
 
 def ours(x: torch.Tensor, scheme: Scheme | None) -> Cast:
     assert scheme is not None
-    made = cast_local(x, scheme)
+    made = cast_once(x, scheme)
     return made.qdata, made.scales[0]
 
 
@@ -132,6 +132,6 @@ def test_values_of_four_bits(rule: str, mode: str) -> None:
     x = torch.randn(256, 128) * torch.exp(torch.randn(256, 1) * 5)
     for given in (x, x.bfloat16(), blocks_with_amaxes(torch.arange(64, 128) / 64, torch.float32)):
         scale, packed = to_mx(given, E2M1_X2, 32, ScaleCalculationMode[mode])
-        made = cast_local(given, scheme)
+        made = cast_once(given, scheme)
         assert same_bits(made.scales[0], scale.view(torch.uint8))
         assert same_bits(scheme.pack(made.qdata).view(torch.uint8), packed.view(torch.uint8))

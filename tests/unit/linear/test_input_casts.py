@@ -9,8 +9,7 @@ from reference import same_bits
 from torch import Tensor
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.cast import cast_local_copies
-from fp8_dist.linear.operands import cast_input
+from fp8_dist.operand.prepare import cast_input, cast_local
 from fp8_dist.scaling import CastPlan
 
 PLAN = CastPlan(Float8LinearConfig.from_recipe_name("rowwise_folded").recipe.schemes["input"])
@@ -32,7 +31,7 @@ def test_views_share_a_cast_of_the_same_values(view: str) -> None:
     x = torch.randn(4, 4, 64).to(torch.bfloat16)
     (first,) = cast_input(x, PLAN)
     y = VIEWS[view](x)
-    (found,), (expected,) = cast_input(y, PLAN), cast_local_copies(y.reshape(-1, y.shape[-1]), PLAN)
+    (found,), ((expected,), _) = cast_input(y, PLAN), cast_local(y.reshape(-1, y.shape[-1]), PLAN)
     assert same_bits(found.qdata, expected.qdata)
     assert same_bits(found.scales[0], expected.scales[0])
     assert (found.qdata is first.qdata) is (view in ("itself", "tokens"))
@@ -42,7 +41,7 @@ def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
     parts = torch.randn(8, 64).chunk(2)
     (first,), (second,) = (cast_input(part, PLAN) for part in parts)
     for found, part in zip((first, second), parts, strict=True):
-        assert same_bits(found.qdata, cast_local_copies(part, PLAN)[0].qdata)
+        assert same_bits(found.qdata, cast_local(part, PLAN)[0][0].qdata)
 
 
 def test_a_cast_that_nothing_keeps_is_freed() -> None:

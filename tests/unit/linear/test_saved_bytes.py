@@ -10,7 +10,7 @@ from recipe_algebra import GEMMS, RECIPES, config_of, layer_of, step
 from reference import same_bits, saved_in
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
-from fp8_dist.linear.operands import WeightCasts
+from fp8_dist.weight.float8_weight import WeightOperands
 
 ROWS, FEATURES = 256, 256
 IN_FLOAT8 = [name for name in RECIPES if config_of(name).gemm_enabled("grad_weight")]
@@ -28,11 +28,11 @@ class Saved(NamedTuple):
 
 
 def saved_by(layer: nn.Module, x: torch.Tensor) -> Saved:
-    casts: list[WeightCasts] = []
+    casts: list[WeightOperands] = []
     if isinstance(layer, Float8Linear):
-        forward_casts = layer.float8_weight.forward_casts
-        layer.float8_weight.forward_casts = lambda *args: (  # type: ignore[method-assign]
-            casts.append(forward_casts(*args)) or casts[-1]
+        operands = layer.float8_weight.operands
+        layer.float8_weight.operands = lambda *args: (  # type: ignore[method-assign]
+            casts.append(operands(*args)) or casts[-1]
         )
     output, tensors = saved_in(lambda: layer(x))
     assert output.requires_grad

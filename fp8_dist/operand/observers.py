@@ -5,23 +5,23 @@ eagerly, so compiled code needs neither operators nor guards for observers.
 
 An input that ``PrepareFloat8ModuleInput`` casts for several layers is *prepared*. Each of these
 layers reports the cast when it takes the input, perhaps after a gather. For this, the Float8Tensor
-has an :class:`Origin`, which refers to the tensor before the cast.
+has an ``origin``: the :class:`Original` and its float8 copy.
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from fp8_dist import torch_internals as internals
-from fp8_dist.cast import Copies
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels import Groups
-from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.mesh import Layout
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scheme
+from fp8_dist.scaling.operators import unpack
 from fp8_dist.tensor import Float8Tensor
 
 # The float8 copies of an operand, by the GEMMs that take each.
@@ -56,7 +56,7 @@ class Dispatch(NamedTuple):
     ranks: list[int]
 
 
-class Source(NamedTuple):
+class Original(NamedTuple):
     """The local tensor that a cast reads.
 
     Attributes:
@@ -87,6 +87,9 @@ class Product(NamedTuple):
         layouts: the layouts of the operands; ``None`` for an operand that is not distributed.
         groups: the rows of each expert in a grouped GEMM, in which scales are not folded yet;
             ``None`` for a linear layer.
+        high_left, high_right: the operands in high precision, as they were before casts and moves;
+            ``None`` unless an observer was registered with ``gemms``. They are plain tensors: no
+            mesh is supported.
     """
 
     gemm: Gemm
@@ -96,6 +99,24 @@ class Product(NamedTuple):
     options: tuple[Any, ...]
     layouts: tuple[Layout | None, Layout | None] = (None, None)
     groups: Groups | None = None
+    high_left: torch.Tensor | None = None
+    high_right: torch.Tensor | None = None
+
+
+class Use(NamedTuple):
+    """The operand that a cast makes, as observers are told.
+
+    Attributes:
+        owners: the owners of the operand; several if layers share it.
+        operand: its name.
+        layout: its layout, if that is not the layout of the cast.
+        dispatch: see :class:`Original`.
+    """
+
+    owners: Sequence[Owner]
+    operand: Operand
+    layout: Layout | None = None
+    dispatch: Dispatch | None = None
 
 
 class Observer:
@@ -105,42 +126,20 @@ class Observer:
     called without gradients and outside dispatch modes.
     """
 
-    def on_casts(self, owner: Owner, operand: Operand, source: Source, lows: Casts) -> None:
+    def on_casts(self, owner: Owner, operand: Operand, original: Original, lows: Casts) -> None:
         """Called after a local operand was cast, or when a layer takes a prepared input.
 
-        ``lows`` maps the GEMMs that take each float8 copy to the copy, in the shape of the source.
+        ``lows`` maps the GEMMs that take each float8 copy to the copy, of the original's shape.
         """
 
     def on_multiply(self, owner: Owner, product: Product) -> None:
         """Called after a layer multiplied two local float8 operands."""
 
-    def on_gemm(
-        self,
-        owner: Owner,
-        gemm: Gemm,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        result: torch.Tensor,
-    ) -> None:
-        """Called after a GEMM of a layer, if ``observed_by`` was called with ``gemms``.
-
-        ``left`` is the input or grad_output, ``[..., K]``. ``right`` is the weight, or the input
-        for grad_weight. Both are in high precision, as they were before casts and moves. ``result``
-        is the result of the float8 GEMM. No mesh is supported: all three are plain tensors.
-        """
-
-
-class Origin(NamedTuple):
-    """The tensor that a prepared input was cast from, with its local float8 copy."""
-
-    high: torch.Tensor  # plain or a DTensor, detached
-    low: Quantized
-
 
 class _Registration(NamedTuple):
     """The registration of an observer for the body of a ``with`` statement."""
 
-    gemms: bool  # whether ``on_gemm`` is called
+    gemms: bool  # whether products have their operands in high precision
     in_forward: set[Hashable]  # the casts that were reported to the observer in a forward
 
 
@@ -158,8 +157,8 @@ def is_observed() -> bool:
     return bool(_observers) and not torch.compiler.is_compiling()
 
 
-def are_gemms_observed() -> bool:
-    """Whether an observer is notified of GEMMs with their operands in high precision."""
+def keeps_operands() -> bool:
+    """Whether observers are notified of GEMMs with their operands in high precision."""
     return is_observed() and any(block.gemms for block in _observers.values())
 
 
@@ -167,7 +166,7 @@ def are_gemms_observed() -> bool:
 def observed_by(observer: Observer, gemms: bool = False) -> Iterator[None]:
     """Register an observer of the casts of all layers inside the block, which runs eagerly.
 
-    With ``gemms``, operands are kept in high precision, and ``on_gemm`` is called too.
+    With ``gemms``, operands are kept in high precision (:attr:`Product.high_left`).
     """
     if not _observers:  # the blocks of observers may overlap without being nested
         _eager.enter_context(torch.compiler.set_stance("force_eager"))
@@ -190,39 +189,45 @@ def _notify(method: Callable[..., None], *arguments: Any) -> None:
         method(*arguments)
 
 
-def observe(
-    owner: Owner, operand: Operand, source: Source, copies: Copies, repeats: bool = True
+def notify_cast(
+    use: Use,
+    high: torch.Tensor,
+    layout: Layout | None,
+    copies: Sequence[Quantized],
+    folds: torch.Tensor | None = None,
 ) -> None:
-    """Notify observers of the cast of an operand.
-
-    Args:
-        repeats: whether a backward may repeat the cast (activation checkpointing, FSDP2's second
-            gather). A backward then reports the cast only if no forward did. (A forward without
-            gradients does not make the casts that only the backward needs.)
-    """
-    gemms_of = {scheme: gemms for gemms, scheme in owner.casts_of(operand).items()}
-    shape = source.high.shape
-    lows: dict[tuple[Gemm, ...], Quantized] = {}
-    for low in copies:
-        if low.qdata.shape != shape:  # a transposed copy may have more rows, of zeros
-            low = low._replace(qdata=low.qdata[: math.prod(shape[:-1])].view(shape))
-        lows.setdefault(gemms_of[low.scheme], low)
-    _report(owner, operand, source, lows, repeats)
+    """Notify observers of the cast of an operand; see :class:`Original`."""
+    original = Original(high, use.layout or layout, folds, use.dispatch)
+    shape = high.shape
+    for owner in use.owners:
+        gemms_of = {scheme: gemms for gemms, scheme in owner.casts_of(use.operand).items()}
+        lows: dict[tuple[Gemm, ...], Quantized] = {}
+        for low in copies:
+            if low.qdata.dtype is not low.scheme.dtype:
+                low = low._replace(qdata=unpack(low.qdata, low.scheme))
+            if low.qdata.shape != shape:  # a transposed copy may have more rows, of zeros
+                low = low._replace(qdata=low.qdata[: math.prod(shape[:-1])].view(shape))
+            lows.setdefault(gemms_of[low.scheme], low)
+        _report(owner, use.operand, original, lows)
 
 
-def observe_prepared(owner: Owner, prepared: Float8Tensor) -> None:
+def notify_prepared(owner: Owner, prepared: Float8Tensor) -> None:
     """Notify observers of the cast of a prepared input that a layer takes."""
     if prepared.origin is not None:  # else the cast was not observed
-        high, low = prepared.origin
+        original, low = prepared.origin
         (gemms,) = owner.casts_of("input")
-        source = Source(local_tensor(high), Layout.of(high))
-        _report(owner, "input", source, {gemms: low}, repeats=True)
+        _report(owner, "input", original, {gemms: low})
 
 
-def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats: bool) -> None:
-    if isinstance(source.high, internals.STAND_INS):
+def _report(owner: Owner, operand: Operand, original: Original, lows: Casts) -> None:
+    """Notify observers of a cast, unless the backward repeats one that a forward has reported.
+
+    It does so with activation checkpointing, and with FSDP2's second gather.
+    """
+    if isinstance(original.high, internals.STAND_INS):
         return
-    source = source._replace(high=internals.innermost(source.high))
+    original = original._replace(high=internals.innermost(original.high))
+    repeats = operand != "grad_output"
     for observer, block in [*_observers.items()]:
         new = lows
         if repeats and internals.in_backward():
@@ -230,27 +235,13 @@ def _report(owner: Owner, operand: Operand, source: Source, lows: Casts, repeats
         elif repeats:
             block.in_forward.update((owner, operand, gemms) for gemms in lows)
         if new:
-            _notify(observer.on_casts, owner, operand, source, new)
+            _notify(observer.on_casts, owner, operand, original, new)
 
 
-def observe_multiply(owner: Owner, product: Product) -> None:
-    """Notify observers of a float8 GEMM."""
-    if isinstance(product.result, internals.STAND_INS):
+def notify_multiply(owner: Owner, product: Product) -> None:
+    """Notify observers of a float8 GEMM, unless a backward repeats that of a forward."""
+    is_repeated = product.gemm == "output" and internals.in_backward()
+    if is_repeated or isinstance(product.result, internals.STAND_INS):
         return
     for observer in [*_observers]:
         _notify(observer.on_multiply, owner, product)
-
-
-def observe_gemm(
-    owner: Owner,
-    gemm: Gemm,
-    left: torch.Tensor | None,
-    right: torch.Tensor | None,
-    result: torch.Tensor | None,
-) -> None:
-    """Notify observers of a GEMM, unless an operand is None or the backward repeats the forward."""
-    is_repeated = gemm == "output" and internals.in_backward()
-    if left is None or right is None or result is None or is_repeated:
-        return
-    for observer in [observer for observer, block in _observers.items() if block.gemms]:
-        _notify(observer.on_gemm, owner, gemm, left, right, result)

@@ -41,22 +41,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.cast import Copies, as_copies
 from fp8_dist.device import is_captured
-from fp8_dist.kernels import amax, cast_and_measure, empty_copies
-from fp8_dist.linear.runtime_ops import needs_op, owner_of, query, register_handle
+from fp8_dist.kernels import amax
 from fp8_dist.mesh import Layout, all_reduce_max, groups_over
-from fp8_dist.scaling import CastPlan, Dense, Statistics, cast, reduction_groups
-from fp8_dist.torch_internals import is_selectively_checkpointed
+from fp8_dist.operand.sources import State, owner_of, query, register_handle
+from fp8_dist.scaling import Dense, Scheme, Statistics, reduction_groups
+from fp8_dist.text import warn_once
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
-FROZEN = -1  # as ``shared`` in copies_of: a weight that is not trained
 AMAXES_KEY = "float8_amax_histories"  # in the metadata of a state_dict
 
 
-class AmaxHistory:
-    """Amax history of one operand of one layer, and the scale that follows from it.
+class AmaxHistory(State):
+    """Amax history of one operand of one layer, and the statistic that follows from it.
 
     Attributes:
         scheme: the scheme of the operand, with one scale per tensor.
@@ -66,8 +64,8 @@ class AmaxHistory:
             ``None`` if there is no history.
         current: fp32, 0-dim, the largest local amax of the passes since the last sync that count
             (Note [Passes that count]); ``None`` if there was none.
-        last: fp32, 0-dim, the local amax of the last cast of a weight, or of inputs that layers
-            share (their ``prepared_input``), since the last sync. ``None`` for other operands.
+        last: fp32, 0-dim, the local amax of the last cast of a weight in eager code, since the last
+            sync. ``None`` for other operands.
         mesh: the mesh of an operand that is a DTensor even if the layer's weight is not; otherwise
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
@@ -76,6 +74,7 @@ class AmaxHistory:
             advanced. It is saved as empty, because its amaxes are outdated when it is used again.
     """
 
+    measures = True
     restored = False
     is_replaced = False
 
@@ -89,62 +88,40 @@ class AmaxHistory:
         self.last: torch.Tensor | None = None
         self.steps = 0
         self._recorded_in: int | None = None  # the last backward whose ``begins`` was known
-        self._handle = register_handle(self)
+        self.handle = register_handle(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._handle = register_handle(self)  # a copy needs a handle of its own
+        self.handle = register_handle(self)  # a copy needs a handle of its own
         self._recorded_in = None
 
-    def statistics_of(
-        self, x: torch.Tensor, layout: Layout | None, shared: int
-    ) -> tuple[Statistics, torch.Tensor]:
-        """Return the statistics to cast a local tensor with, and its amax.
-
-        Both are NaN if the tensor holds a non-finite value.
-
-        ``layout``, ``shared``: as in :meth:`copies_of`.
+    def read(
+        self, x: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None
+    ) -> list[Statistics]:
+        """The statistic of the history; without one, the amax of the global tensor.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
-        groups = list(reduction_groups(self.scheme, layout))
-        if needs_op():
-            statistic, value = history_statistic.overload(x, self._handle, shared, groups)
-            return (statistic,), value
-        return self._statistics_of_local(x, groups, shared)
+        return self.look_up(x, (), schemes, reduction_groups(self.scheme, layout))
 
-    def copies_of(
-        self, x: torch.Tensor, layout: Layout | None, plan: CastPlan, shared: int = 0
-    ) -> tuple[Copies, torch.Tensor]:
-        """Cast a local tensor to float8 copies; return them, and its amax.
-
-        Args:
-            layout: the layout of the global tensor.
-            shared: 0 keeps no amax for :meth:`last_of`. Inputs that a module's layers share are
-                numbered from 1 on, and their amax is kept. 1 for a trained weight; FROZEN for a
-                weight that is scaled by its own amax.
-
-        Collectives: as :meth:`statistics_of`.
-        """
-        groups = list(reduction_groups(self.scheme, layout))
-        if torch.compiler.is_compiling():
-            args = (x, self._handle, self.scheme.dtype, plan.transposed, shared, groups)
-            value, scale, *data = history_copies.overload(*args)
-        elif is_selectively_checkpointed():
-            statistics, value = self.statistics_of(x, layout, shared)
-            ((scale,),), data = cast(x, plan, [statistics], (0, 0))
-        else:
-            value, scale, *data = self._cast_local(x, plan, groups, shared)
-        return as_copies(plan, data, [(scale,)]), value
-
-    def last_of(self, scale: torch.Tensor) -> torch.Tensor | None:
-        """:attr:`last`, for a layer that takes an input that was cast with ``scale``."""
-        return last_amax.overload(scale, self._handle) if needs_op() else self.last
-
-    def _keep(self, value: torch.Tensor, shared: int) -> None:
-        if shared:
-            before = self.last if shared > 1 else None
-            self.last = value if before is None else torch.maximum(before, value)
+    def look_up(
+        self,
+        x: torch.Tensor,
+        cache: Sequence[torch.Tensor],
+        schemes: Sequence[Scheme],
+        groups: Sequence[str],
+        is_gather: bool = False,
+    ) -> list[Statistics]:
+        """:meth:`read` with the groups of the reduction."""
+        if is_captured(x):
+            raise NotImplementedError(
+                "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
+                "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
+            )
+        self.restored = False
+        if self.statistic is None:
+            return [(all_reduce_max(amax(x), groups),)]
+        return [(self.statistic.to(x.device),)]
 
     def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
         """Record the amax of a pass that counts.
@@ -164,41 +141,6 @@ class AmaxHistory:
             # Layers that share an input record one amax.
             self.current = value if current is value else torch.maximum(current, value)
 
-    def _cast_local(
-        self, x: torch.Tensor, plan: CastPlan, groups: Sequence[str], shared: int
-    ) -> list[torch.Tensor]:
-        """Cast a local tensor; return its amax, the scale, and the data of each copy."""
-        if self.statistic is None or is_captured(x) or shared == FROZEN:
-            statistics, value = self._statistics_of_local(x, groups, shared)
-            ((scale,),), data = cast(x, plan, [statistics], (0, 0))
-            return [value, scale, *data]
-        self.restored = False
-        statistic, scheme = self.statistic.to(x.device), self.scheme
-        value, _, scale, *data = cast_and_measure(
-            x, statistic, scheme.dtype, scheme.power_of_2, plan.transposed
-        )
-        self._keep(value, shared)
-        return [value, scale, *data]
-
-    def _statistics_of_local(
-        self, x: torch.Tensor, groups: Sequence[str], shared: int
-    ) -> tuple[Statistics, torch.Tensor]:
-        if is_captured(x):
-            raise NotImplementedError(
-                "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
-                "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"
-            )
-        self.restored = False
-        value = amax(x)
-        self._keep(value, shared)
-        if shared == FROZEN:
-            self.statistic = None
-        if self.statistic is None:
-            value = all_reduce_max(value, groups)
-            return (value,), value
-        poison = value * 0  # 0, or NaN
-        return (self.statistic.to(value.device) + poison,), value
-
     def amaxes(self) -> torch.Tensor:
         """The amaxes to save, fp32, on the CPU."""
         if self.history is None or self.is_replaced:
@@ -216,42 +158,6 @@ class AmaxHistory:
             advance_to([self], row.clone().unsqueeze(0))
 
 
-@query(
-    "history_copies(Tensor x, Tensor handle, ScalarType dtype, bool[] transposed, int shared, "
-    "str[] groups) -> Tensor[]"
-)
-def history_copies(
-    x: torch.Tensor,
-    handle: torch.Tensor,
-    dtype: torch.dtype,
-    transposed: Sequence[bool],
-    shared: int,
-    groups: list[str],
-) -> list[torch.Tensor]:
-    """Operator of :meth:`AmaxHistory.copies_of`: the amax, the scale and the data."""
-    history = owner_of(handle)
-    plan = CastPlan((history.scheme,), (0,) * len(transposed), tuple(transposed))
-    value, *rest = history._cast_local(x, plan, groups, shared)
-    # The graph may reuse the memory of its results.
-    return [value.clone() if shared else value, *rest]
-
-
-@query("history_statistic(Tensor x, Tensor handle, int shared, str[] groups) -> Tensor[]")
-def history_statistic(
-    x: torch.Tensor, handle: torch.Tensor, shared: int, groups: list[str]
-) -> list[torch.Tensor]:
-    """Operator of :meth:`AmaxHistory.statistics_of`, for a local tensor."""
-    (statistic,), value = owner_of(handle)._statistics_of_local(x, groups, shared)
-    return [statistic.to(x.device, copy=True), value.clone() if shared else value]
-
-
-@query("last_amax(Tensor scale, Tensor handle) -> Tensor")
-def last_amax(scale: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
-    """Operator of :meth:`AmaxHistory.last_of`; 0 if nothing was cast."""
-    value = owner_of(handle).last
-    return scale.new_zeros((), dtype=torch.float32) if value is None else value.clone()
-
-
 @query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")
 def record_amaxes(
     after: torch.Tensor, handle: torch.Tensor, names: list[str], amaxes: list[torch.Tensor]
@@ -263,16 +169,19 @@ def record_amaxes(
     return after.clone()
 
 
-def _two_numbers(x: torch.Tensor) -> list[torch.Tensor]:
-    return [x.new_empty((), dtype=torch.float32) for _ in range(2)]
-
-
-history_copies.register_fake(
-    lambda x, handle, dtype, transposed, *_: _two_numbers(x) + empty_copies(x, dtype, transposed)
-)
-history_statistic.register_fake(lambda x, *_: _two_numbers(x))
-last_amax.register_fake(lambda scale, handle: scale.new_empty((), dtype=torch.float32))
 record_amaxes.register_fake(lambda after, *_: torch.empty_like(after))
+
+
+def warn_if_not_synced(histories: Mapping[str, AmaxHistory], fqn: str) -> None:
+    """Warn once if histories have recorded several steps without a sync."""
+    steps = max(history.steps for history in histories.values())
+    if steps > 1:
+        warn_once(
+            "stale history",
+            f"{fqn}: {steps} steps have run since the amax histories of DELAYED scales were last "
+            "updated; call update_float8_scales(model) after each optimizer step, or "
+            "attach_update(optimizer, model) once",
+        )
 
 
 def saved_rows(saved: Mapping[str, Any], histories: Iterable[str]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import ScriptObject, Tensor
 from torch.distributed import Work
 
 from fp8_dist import torch_internals
-from fp8_dist.tensor.wrapper import TensorSubclass
+from fp8_dist.tensor.subclass import TensorSubclass
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 
 

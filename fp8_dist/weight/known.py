@@ -19,7 +19,7 @@ that are not noticed.
 
 ``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. One graph serves a
 weight whether its cache is valid or not: an operator reads the cache at run time
-(``fp8_dist/linear/weight.py``). A graph that writes to a weight invalidates its cache, too.
+(:mod:`fp8_dist.operand.sources`). A graph that writes to a weight invalidates its cache, too.
 
 Views share ``valid``, so that a write to a view is noticed. They have no statistics of their own,
 because the version counters of their plain tensors are separate. Nor do copies and moved tensors.
@@ -35,9 +35,11 @@ from torch.distributed.tensor import DTensor
 from fp8_dist import scaling, torch_internals
 from fp8_dist.device import is_captured
 from fp8_dist.mesh import Layout
+from fp8_dist.operand.sources import State, measured
 from fp8_dist.scaling import Scheme, Start, Statistics
-from fp8_dist.tensor.wrapper import MOVES, WrapperParameter
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import tree_leaves, tree_map_only, version_of
+from fp8_dist.weight.wrapper import MOVES, WrapperParameter
 
 aten = torch.ops.aten
 
@@ -93,6 +95,62 @@ class Kept(NamedTuple):
     def start(self) -> Start:
         """The :func:`fp8_dist.scaling.common_start` of the schemes."""
         return scaling.common_start(self.schemes, self.layout)
+
+
+class Known(State):
+    """The cached statistics of a weight; those that are not cached are measured.
+
+    Args:
+        handle: the handle of the ``Float8Weight``.
+        weight: the local tensor that has the cache.
+        kept: which statistics are cached; ``None`` in a graph, where an operator reads the cache.
+        parameter: in a gather of FSDP2, the parameter of ``weight``, for which new statistics are
+            cached; ``None`` in a forward.
+        trains: whether a step of training needs them, and they need other ranks.
+        fqn: the name of the module, for messages.
+    """
+
+    def __init__(
+        self,
+        handle: Tensor,
+        weight: "KnownWeight",
+        kept: Kept | None = None,
+        parameter: Tensor | None = None,
+        trains: bool = False,
+        fqn: str = "",
+    ) -> None:
+        self.handle, self.cache = handle, (weight.known, weight.valid)
+        self.is_gather = parameter is not None
+        self._weight, self._kept, self._parameter = weight, kept, parameter
+        self._trains, self._fqn = trains, fqn
+
+    def read(self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None) -> list[Statistics]:
+        weight, kept, trains = self._weight, self._kept, self._trains
+        assert kept is not None
+        found = weight.recall(kept, x)
+        if missing := [scheme for scheme in schemes if scheme not in found]:
+            if trains and (weight.has(STALE) or weight.has(OUTDATED)):
+                _warn_of_stale(self._fqn)
+            new = measured(x, missing, kept.layout, kept.whole)
+            found |= zip(missing, new, strict=True)
+            if self._parameter is not None and not is_captured(x):
+                # (Statistics that an evaluation computes after a step also serve the next step.)
+                source = TRAINED if trains or weight.has(OUTDATED) else EVALUATED
+                weight.store(kept, [found[s] for s in kept.schemes], self._parameter, source)
+            elif trains and not is_captured(x):
+                weight.note_training()
+        return [found[scheme] for scheme in schemes]
+
+
+def _warn_of_stale(fqn: str) -> None:
+    """Warn once about an all-reduce that an update of scales would have avoided."""
+    warn_once(
+        "stale scale",
+        f"{fqn}: the weight was written to after its scales were computed, and no update of scales "
+        "has followed, so they are computed again in this step, with one all-reduce per sharded "
+        "weight. Call attach_update(optimizer, model) once, or update_float8_scales(model) "
+        "(precompute_float8_dynamic_scale) after each optimizer.step() and other changes",
+    )
 
 
 class KnownWeight(WrapperParameter):

@@ -9,11 +9,11 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.device import QueuedWork
-from fp8_dist.linear.stored import check_has_no_codes
-from fp8_dist.linear.weight import Float8Weight
 from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
-from fp8_dist.tensor.known import KnownWeight
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.stored_weight import check_has_no_codes
 
 # The remedy in messages about a model without float8 weights.
 CONVERT_FIRST = (

@@ -1,6 +1,5 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,14 +7,12 @@ from torch.autograd import forward_ad
 
 from fp8_dist import scaling
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
-from fp8_dist.mesh import Layout, local_tensor, reduced, with_local
-from fp8_dist.scaling import CastPlan, Dense, Quantized, Scales, Scheme, Statistics
+from fp8_dist.mesh import Layout, local_tensor, reduced
+from fp8_dist.operand.prepare import as_float8
+from fp8_dist.scaling import Dense, Quantized, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import wrong_type
 from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
-
-# The float8 copies of a local tensor, in the order of their plan.
-Copies = Sequence[Quantized]
 
 
 def cast_to_float8(
@@ -144,81 +141,6 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-def cast_local(
-    tensor: torch.Tensor, scheme: Scheme, local: torch.Tensor | None = None
-) -> Quantized:
-    """Cast the local part of a tensor to one copy; see :func:`cast_local_copies`.
-
-    ``local``: the local tensor to cast, if ``tensor`` stores it in another form.
-    """
-    x = local_tensor(tensor) if local is None else local
-    (quantized,) = cast_local_copies(x, CastPlan((scheme,)), Layout.of(tensor))
-    return quantized
-
-
-def cast_local_copies(x: torch.Tensor, plan: CastPlan, layout: Layout | None = None) -> Copies:
-    """Cast a local tensor to float8 copies with the statistics of the global tensor.
-
-    ``layout``: the layout of the global tensor, without Partial placements.
-
-    Collectives: at most one all-reduce of the statistics for each scheme, see
-    :func:`fp8_dist.scaling.reduced_statistics`.
-    """
-    schemes = plan.schemes
-    reduces = any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
-    if reduces and len(schemes) > 1:
-        # One scheme at a time, so that a graph that needs only one copy does not repeat the
-        # reduction of the other.
-        copies: dict[int, Quantized] = {}
-        for i in range(len(schemes)):
-            part, places = plan.part(i)
-            copies.update(zip(places, cast_local_copies(x, part, layout), strict=True))
-        return [copies[n] for n in range(len(plan.of))]
-    start, statistics = scaling.common_start(schemes, layout), None
-    if reduces:
-        (measured,) = scaling.measure(x, schemes, start)
-        statistics = [scaling.reduced_statistics(schemes[0], measured, layout)]
-    scales, data = scaling.cast(x, plan, statistics, start, saturate=not reduces)
-    return as_copies(plan, data, scales, layout)
-
-
-def cast_by(
-    x: torch.Tensor, plan: CastPlan, statistics: Sequence[Statistics], layout: Layout | None = None
-) -> Copies:
-    """Cast a local tensor to float8 copies with given statistics; values above them saturate.
-
-    Args:
-        statistics: the statistics for each scheme of the plan.
-        layout: the layout of the global tensor.
-    """
-    scales, data = scaling.cast(x, plan, statistics, scaling.common_start(plan.schemes, layout))
-    return as_copies(plan, data, scales, layout)
-
-
-def as_copies(
-    plan: CastPlan,
-    data: Sequence[torch.Tensor],
-    scales: Sequence[Scales],
-    layout: Layout | None = None,
-) -> Copies:
-    """Assemble the copies of a local tensor from each copy's data and each scheme's scales.
-
-    ``layout``: the layout of the global tensor.
-    """
-    copies = []
-    for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
-        scheme = plan.schemes[i]
-        position = () if layout is None else (scheme.start(layout), scheme.splits_blocks(layout))
-        # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
-        copies.append(Quantized(qdata.t() if transposed else qdata, scales[i], scheme, *position))
-    return copies
-
-
-def as_float8_of(tensor: torch.Tensor, quantized: Quantized) -> torch.Tensor:
-    """Wrap the cast of a tensor's local part as a Float8Tensor, or a DTensor of one."""
-    return with_local(tensor, Float8Tensor.of(quantized, tensor.dtype))
-
-
 class _CastToFloat8(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, scheme: Scheme) -> torch.Tensor:
@@ -227,8 +149,9 @@ class _CastToFloat8(torch.autograd.Function):
             # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
             local = local_tensor(tensor)
             one = (local.new_ones((), dtype=torch.float32),)
-            return as_float8_of(tensor, Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype)))
-        return as_float8_of(tensor, cast_local(tensor, scheme))
+            empty = Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype))
+            return layout.wrap(Float8Tensor.of(empty, tensor.dtype))
+        return as_float8(tensor, scheme)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]

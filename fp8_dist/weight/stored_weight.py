@@ -1,24 +1,36 @@
 """Weights that are stored in float8: their operands, state dict entries, and writes to them.
 
 A stored weight is a pair of parameters of its module, ``NAME`` and ``NAME_scale_inv``
-(:mod:`fp8_dist.tensor.stored`). A forward multiplies the data without a cast.
+(:mod:`fp8_dist.weight.stored`). A forward multiplies the data without a cast.
 """
 
 import math
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
+import torch.nn as nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from fp8_dist.cast import cast_by
 from fp8_dist.device import is_float8
 from fp8_dist.kernels import fp32_scales
-from fp8_dist.mesh import Layout, local_pieces, local_tensor, taken, with_local
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, global_statistics, measure, unpack
-from fp8_dist.tensor.decoded import Decoded
-from fp8_dist.tensor.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
+from fp8_dist.mesh import (
+    Layout,
+    has_strided_placements,
+    local_pieces,
+    local_tensor,
+    sharded_dim,
+    taken,
+    with_local,
+)
+from fp8_dist.operand.prepare import cast_local
+from fp8_dist.operand.sources import Given, measured
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, unpack
+from fp8_dist.text import warn_once
+from fp8_dist.weight.decoded import Decoded
+from fp8_dist.weight.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
 
 
 class StoredWeight(NamedTuple):
@@ -123,12 +135,9 @@ class StoredWeight(NamedTuple):
         """Cast values to the local parts of the data and of the scales."""
         layout, scheme = self.layout, self.scheme
         local = local_tensor(values).detach().to(local_tensor(self.data).device)
-        (whole,) = measure(local, (scheme,), scheme.start(layout))
-        statistics = whole
-        if layout is not None:
-            whole = global_statistics(scheme, whole, layout)
-            statistics = scheme.local_part(whole, layout)
-        (cast,) = cast_by(local, CastPlan((scheme,)), [statistics], layout)
+        (whole,) = measured(local, (scheme,), layout, whole=layout is not None)
+        statistics = whole if layout is None else scheme.local_part(whole, layout)
+        (cast,), _ = cast_local(local, CastPlan((scheme,)), layout, Given([statistics]))
         (scales,) = scheme.scales_from(whole)
         scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):
@@ -137,7 +146,7 @@ class StoredWeight(NamedTuple):
 
     def entries(self) -> dict[str, torch.Tensor]:
         """The entries of a state dict: tensors that share memory with the parameters, or write to
-        them (:class:`fp8_dist.tensor.decoded.Decoded`). They are DTensors if the parameters are.
+        them (:class:`fp8_dist.weight.decoded.Decoded`). They are DTensors if the parameters are.
         """
         data, scheme = self.local_data.plain, self.scheme
         if self.is_packed:
@@ -193,6 +202,66 @@ class StoredWeight(NamedTuple):
             stored_scales.saved_as = saved_as
         state[key] = with_local(self.data, data.with_data(qdata, scheme))
         state[scales_key] = with_local(self.scales, stored_scales.like(scales))
+
+
+def store_in_float8(weight: Any, qdata: torch.Tensor, scales: torch.Tensor, packs: bool) -> None:
+    """Replace a ``Float8Weight`` by two new parameters, for its data and its scales.
+
+    ``packs``: whether the data is packed.
+    """
+    (scheme,), dtype = weight.schemes, weight.parameter().dtype
+    held = as_stored(scales if scales.ndim else scales.view(1), scheme)
+    data = StoredFloat8(qdata, dtype, scheme.key)
+    if packs:
+        data = PackedFloat8(scheme.pack(qdata).view(torch.uint8), dtype, scheme.key, False)
+    stored_scales = StoredScales(held, torch.float32, torch.float32)
+    parameters = [nn.Parameter(tensor, requires_grad=False) for tensor in (data, stored_scales)]
+    share(weight, *parameters)
+
+
+def share(weight: Any, data: torch.Tensor, scales: nn.Parameter) -> None:
+    """Register the parameters of a stored weight, which another layer may share."""
+    weight.module.register_parameter(weight.scales_name, scales)
+    weight.replace(data)
+    bind(weight, weight.parameter())
+
+
+def bind(weight: Any, parameter: torch.Tensor | None) -> None:
+    """Pass in-place additions to a stored parameter on to its weight (``StoredFloat8.write``)."""
+    local = None if parameter is None else local_tensor(parameter)
+    if isinstance(local, StoredFloat8):
+        local.write = partial(_add, weakref.proxy(weight))
+
+
+def _add(weight: Any, func: Any, *args: Any, **kwargs: Any) -> None:
+    warn_once(
+        "merged into float8",
+        f"{weight.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
+        "and so is the difference when it is taken back: merging and unmerging an adapter does not "
+        "restore the weight's bits",
+    )
+    stored = weight.stored()
+    total = stored.dequantized()
+    func(local_tensor(total), *args, **kwargs)
+    stored.write(total)
+
+
+def place_scales(weight: Any, scales: torch.Tensor) -> None:
+    """Distribute the scales of a stored weight like its data, which is on a 1-D mesh.
+
+    They are replicated if ranks share scales.
+    """
+    layout, (scheme,) = weight.layout(), weight.schemes
+    (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
+    dim = sharded_dim(placement, ndim)
+    block = None if dim is None or level.is_scalar else level.block(dim, ndim)
+    # Ranks with several pieces have whole blocks (Scheme.start has checked them).
+    has_pieces = has_strided_placements(layout.placements)
+    if block is None or (block > 1 and scheme.splits_blocks(layout) and not has_pieces):
+        placement = Replicate()
+    placed = distribute_tensor(scales.detach(), layout.mesh, [placement])
+    weight.module.register_parameter(weight.scales_name, nn.Parameter(placed, requires_grad=False))
+    bind(weight, weight.parameter())
 
 
 def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:

@@ -16,9 +16,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8_dist.kernels import E2M1_X2
 from fp8_dist.scaling import Scheme, unpack
-from fp8_dist.tensor import wrapper
-from fp8_dist.tensor.wrapper import bytes_of
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
+from fp8_dist.weight import wrapper
+from fp8_dist.weight.wrapper import bytes_of
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 

@@ -1,0 +1,271 @@
+"""Preparation of operands: plan the move, look statistics up or measure them, cast, and move.
+
+:func:`cast_local` is the only caller of a scheme's cast. If one float8 copy serves all GEMMs of an
+operand, the operand is cast first and moved as float8. Otherwise it is moved in high precision and
+cast where it arrives.
+
+An input that several layers share (``wq``, ``wk`` and ``wv``) is cast once, and one copy is saved
+for backward.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
+
+from fp8_dist import mesh, scaling
+from fp8_dist import torch_internals as internals
+from fp8_dist.device import current_stream, is_captured
+from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.mesh import Layout, Placements
+from fp8_dist.operand import observers
+from fp8_dist.operand.history import AmaxHistory
+from fp8_dist.operand.moves import scheme_of_move
+from fp8_dist.operand.observers import Original, Owner, Use
+from fp8_dist.operand.sources import FRESH, Source, look_up_in_op
+from fp8_dist.recipe import Gemm, Operand
+from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Start
+from fp8_dist.tensor import Float8Tensor, quantized_as
+
+# The float8 copies of a local tensor, in the order of their plan.
+Copies = Sequence[Quantized]
+# An operand on this rank, [..., K] or [M, K]: in float8, or a plain tensor in high precision.
+Local = Quantized | torch.Tensor
+# The operand that each GEMM takes. A tensor may be in flight: see wait_local().
+Operands = dict[Gemm, Local]
+
+
+def cast_local(
+    x: torch.Tensor,
+    plan: CastPlan,
+    layout: Layout | None = None,
+    source: Source = FRESH,
+    use: Use | None = None,
+    *,
+    depends_on: torch.Tensor | None = None,
+) -> tuple[Copies, torch.Tensor | None]:
+    """Cast a local tensor to float8 copies with the statistics of the global tensor.
+
+    Args:
+        layout: the layout of the global tensor, without Partial placements.
+        source: the source of the statistics. Values above statistics that were not measured at this
+            cast saturate.
+        use: the operand that the cast makes, for observers; ``None``: they are not notified.
+        depends_on: see :func:`fp8_dist.scaling.cast`.
+
+    Returns:
+        The copies; and the amax, fp32, 0-dim, if the operand has an amax history.
+
+    Collectives: those of :meth:`Source.statistics`.
+    """
+    schemes, statistics, is_fresh = plan.schemes, None, source is FRESH
+    if isinstance(source, AmaxHistory) and torch.compiler.is_compiling():
+        # One operator looks up, casts and measures.
+        scale, *flat, own_amax = look_up_in_op(x, source.handle, plan, layout)
+        return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
+    reduces = layout is not None and any(scaling.reduction_groups(s, layout) for s in schemes)
+    if reduces or not is_fresh:
+        if is_fresh and len(schemes) > 1:
+            # One scheme at a time, so that a graph that needs only one copy does not repeat the
+            # reduction of the other.
+            return _cast_each(x, plan, layout, use), None
+        statistics = source.statistics(x, schemes, layout)
+    start = scaling.common_start(schemes, layout)
+    scales, data, amax = scaling.cast(
+        x,
+        plan,
+        statistics,
+        start,
+        saturate=not is_fresh,
+        measures=not is_fresh and source.measures,
+        depends_on=depends_on,
+    )
+    if statistics is not None and not is_fresh and source.returns_amax:
+        amax = statistics[0][0]
+    copies = _copies(plan, layout, scales, data, start)
+    if use is not None and observers.is_observed():
+        observers.notify_cast(use, x, layout, copies)
+    return copies, amax
+
+
+def _copies(
+    plan: CastPlan,
+    layout: Layout | None,
+    scales: Sequence[Scales],
+    data: Sequence[torch.Tensor],
+    start: Start,
+) -> list[Quantized]:
+    """Assemble copies from each scheme's scales and each copy's data.
+
+    ``start``: the :func:`fp8_dist.scaling.common_start` of the schemes.
+    """
+    copies = []
+    for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
+        scheme = plan.schemes[i]
+        own_start = start if len(plan.schemes) == 1 else scheme.start(layout)
+        splits_blocks = layout is not None and scheme.splits_blocks(layout)
+        # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
+        matrix = qdata.t() if transposed else qdata
+        copies.append(Quantized(matrix, scales[i], scheme, own_start, splits_blocks))
+    return copies
+
+
+def _cast_each(
+    x: torch.Tensor, plan: CastPlan, layout: Layout | None, use: Use | None
+) -> list[Quantized]:
+    copies: dict[int, Quantized] = {}
+    for i in range(len(plan.schemes)):
+        part, places = plan.part(i)
+        copies.update(zip(places, cast_local(x, part, layout, FRESH, use)[0], strict=True))
+    return [copies[n] for n in range(len(plan.of))]
+
+
+def cast_once(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
+    """:func:`cast_local` of the local part of a tensor to one copy."""
+    return cast_local(mesh.local_tensor(tensor), CastPlan((scheme,)), Layout.of(tensor))[0][0]
+
+
+def as_float8(
+    tensor: torch.Tensor, scheme: Scheme, source: Source = FRESH, use: Use | None = None
+) -> torch.Tensor:
+    """Cast a tensor to a Float8Tensor, or a DTensor to a DTensor of one."""
+    local, layout = mesh.local_tensor(tensor), Layout.of(tensor)
+    (quantized,), amax = cast_local(local, CastPlan((scheme,)), layout, source, use)
+    float8 = Float8Tensor.of(quantized, tensor.dtype, amax)
+    if use is None and observers.is_observed():
+        float8.origin = Original(local.detach(), layout), quantized
+    return mesh.with_local(tensor, float8)
+
+
+def prepare(
+    tensor: torch.Tensor,
+    operand: Operand,
+    gemms: tuple[Gemm, ...],
+    placements: Placements | None,
+    source: Source,
+    owner: Owner,
+) -> tuple[Operands, torch.Tensor | None]:
+    """Cast an operand for the given GEMMs and redistribute it to ``placements``.
+
+    Args:
+        tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
+        placements: the placements that the GEMMs need, if ``tensor`` is a DTensor.
+        source: the source of the statistics.
+        owner: the layer's weight, which has the config.
+
+    Returns:
+        The operand of each GEMM; and its local amax, if it was cast with a history.
+
+    Collectives: those of the cast, and of the redistribution.
+    """
+    recipe, use = owner.config.recipe, None
+    if observers.is_observed():
+        use = Use((owner,), operand)
+    if isinstance(high := mesh.local_tensor(tensor), Float8Tensor):
+        if use is not None:
+            observers.notify_prepared(owner, high)
+    elif isinstance(tensor, DTensor):
+        schemes = tuple([recipe.uses[operand][gemm] for gemm in gemms])
+        scheme = scheme_of_move(tensor, operand, schemes, placements, owner)
+        if tuple(tensor.placements) != placements:
+            if scheme is not None:
+                tensor = as_float8(tensor, scheme, source, use)
+            else:
+                tensor = tensor.redistribute(placements=placements)
+            high = mesh.local_tensor(tensor)
+    if isinstance(high, Float8Tensor):
+        moved, amax = tensor, high.local_amax
+        if isinstance(tensor, DTensor):
+            assert placements is not None
+            moved = internals.dtensor_local(mesh.redistributed(tensor, placements))
+        return dict.fromkeys(gemms, moved), amax
+    plan, places = recipe.copies(operand, gemms, tensor.device)
+    if not plan.of:
+        return dict.fromkeys(gemms, high), None
+    if source is FRESH and operand == "input" and not isinstance(tensor, DTensor):
+        copies, amax = cast_input(tensor, plan, use), None
+    else:
+        local = high if isinstance(tensor, DTensor) else as_matrix(tensor)
+        copies, amax = cast_local(local, plan, Layout.of(tensor), source, use)
+    pairs = zip(gemms, places, strict=True)
+    return {gemm: high if place is None else copies[place] for gemm, place in pairs}, amax
+
+
+def wait_local(operand: Local, scheme: Scheme | None) -> Local:
+    """Wait for an operand that may be in flight; ``scheme``: the scheme of a float8 operand."""
+    if isinstance(operand, Quantized):
+        return operand
+    local = mesh.local_tensor(operand)
+    if not isinstance(local, Float8Tensor):
+        return local
+    assert scheme is not None
+    return quantized_as(local, scheme)
+
+
+def cast_input(x: torch.Tensor, plan: CastPlan, use: Use | None = None) -> Copies:
+    """Cast a plain input as a matrix, or return the cached copies of the same values."""
+    key = None if use is not None else _cache_key(x)  # each layer reports its cast
+    if key is None:
+        return cast_local(as_matrix(x), plan, None, FRESH, use)[0]
+    cached = _look_up_cast(x, key)
+    if cached is not None and plan.begins(cached[0]):
+        return cached[1][: len(plan.of)]
+    copies, _ = cast_local(as_matrix(x), plan)
+    _cache_cast(x, key, plan, copies)
+    return copies
+
+
+class _CachedCast(NamedTuple):
+    """The float8 copies of an input, cached until autograd frees the one that it saved."""
+
+    source: ReferenceType[torch.Tensor]  # only compared by identity
+    key: Any
+    plan: CastPlan
+    unsaved: Copies  # the copies that only the forward takes
+    data: ReferenceType[torch.Tensor]
+    saved: Quantized  # the saved copy, with a scale in place of its data
+
+
+_cached_cast: _CachedCast | None = None  # the last cast
+
+
+def _cache_key(x: torch.Tensor) -> Any:
+    """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
+    if not internals.can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must contain the cast
+        return None
+    if (version := internals.version_of(x)) is None:
+        return None
+    shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
+    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
+
+
+def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
+    """The plan and the copies that are cached for ``x`` and this key, if they still exist."""
+    cached = _cached_cast  # another thread may replace it
+    if cached is None or cached.source() is not internals.base_of(x) or cached.key != key:
+        return None
+    if (data := cached.data()) is None:
+        return None
+    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
+    saved = cached.saved._replace(qdata=TensorWeakRef(data)())
+    return cached.plan, (*cached.unsaved, saved)
+
+
+def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> None:
+    """Cache the copies of ``x``. Autograd saves the last of them."""
+    global _cached_cast
+    *unsaved, saved = copies
+    data = ref(saved.qdata, _drop_cast)
+    saved = saved._replace(qdata=saved.scales[0])
+    _cached_cast = _CachedCast(ref(internals.base_of(x)), key, plan, unsaved, data, saved)
+
+
+def _drop_cast(data: ReferenceType[torch.Tensor]) -> None:
+    """Drop the copies once autograd has freed the one that it saved."""
+    global _cached_cast
+    cached = _cached_cast
+    if cached is not None and cached.data is data:
+        _cached_cast = None

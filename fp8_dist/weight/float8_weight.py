@@ -1,0 +1,526 @@
+"""The weight of a float8 layer: its parameter, layout and replacement, and its operands.
+
+Terms:
+
+* *parameter*: the tensor that is currently registered as ``layer.weight``. FSDP2 swaps it: the
+  *sharded parameter* is registered between uses, the *unsharded parameter* while the layer runs.
+* *shard*: the parameter's local tensor, plain and in high precision.
+
+Where the parameter is cast depends on how it is distributed:
+
+* On one device, or with tensor parallelism: the forward casts the shard, also for the backward
+  (:meth:`Float8Weight.operands`).
+* With FSDP2 and float8 gathers: FSDP2 gathers the cast of the shard (``fp8_dist/fsdp/weight.py``).
+  In the forward the parameter is a ``Float8Tensor``.
+* With FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
+  backward casts it again (:class:`fp8_dist.weight.uncast.Uncast`).
+* Stored in float8: it is not cast (:mod:`fp8_dist.weight.stored_weight`).
+
+Statistics that need other ranks are looked up in the weight's tensor; see Note [What is known of a
+weight] in :mod:`fp8_dist.weight.known`. Others are measured.
+"""
+
+import weakref
+from collections.abc import Sequence
+from operator import is_not
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from fp8_dist import fsdp_internals, mesh
+from fp8_dist import torch_internals as internals
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.device import QueuedWork, is_float8
+from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
+from fp8_dist.operand.observers import Use, is_observed
+from fp8_dist.operand.prepare import cast_local
+from fp8_dist.operand.sources import FRESH, OWN_AMAX, Given, Source, register_handle
+from fp8_dist.recipe import Gemm, Operand, OperandCopies
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics
+from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.text import warn_once
+from fp8_dist.weight.agreement import check_placed
+from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight
+from fp8_dist.weight.local_placements import LocalPlacements
+from fp8_dist.weight.optimizer_steps import note_replaced
+from fp8_dist.weight.stored import StoredFloat8
+from fp8_dist.weight.stored_weight import StoredWeight, bind
+from fp8_dist.weight.uncast import Uncast
+from fp8_dist.weight.wrapper import WrapperParameter
+
+_GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
+
+
+class Gather(NamedTuple):
+    """How FSDP2 gathers a weight of one scheme in float8.
+
+    Attributes:
+        kept: which statistics are cached. (Those of DELAYED scales are in the history.)
+        plan: the cast of the shard. It is packed where the gather carries packed data.
+        arrives: the layout of the unsharded parameter.
+        moving: the levels whose scales the gather carries.
+    """
+
+    kept: Kept
+    plan: CastPlan
+    arrives: Layout
+    moving: tuple[int, ...]
+
+    @staticmethod
+    def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "Gather":
+        """Plan the gather of a parameter from one layout to another."""
+        (scheme,) = schemes
+        moving = scheme.moving_levels(layout, arrives)
+        whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
+        plan = CastPlan(schemes, packed=scheme.packs(layout, arrives))
+        return Gather(Kept(schemes, layout, whole), plan, arrives, () if whole else moving)
+
+
+class WeightOperands(NamedTuple):
+    """The local operands of a weight's GEMMs for a forward and its backward.
+
+    Attributes:
+        output, grad_input: the operand of each GEMM, which may be the same. ``None`` means the
+            weight in high precision.
+        amax: in a graph the local amax, fp32, 0-dim, for the amax history. ``None`` in eager code,
+            where the history keeps it, and without a history.
+    """
+
+    output: Quantized | None = None
+    grad_input: Quantized | Uncast | None = None
+    amax: torch.Tensor | None = None
+
+
+class Float8Weight:
+    """A parameter of two dims or more that is multiplied in float8.
+
+    It is in high precision and cast at use, or frozen and :meth:`stored` in float8. A copy of the
+    layer gets a new object. The reference to the module is weak.
+
+    Attributes:
+        config: the config of the layer.
+        name, fqn: the name of the parameter in the module, and the name of the module.
+        scales_name: the name of the parameter that has the scales of a stored weight.
+        handle: identifies this object in operators (``runtime_ops``).
+        is_compared: whether the layer was compared between ranks (``agreement``).
+        fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
+        unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
+            statistics are cached.
+        scales_ready: on a GPU, the event after which the scales of precompute or sync are ready.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Float8LinearConfig,
+        fqn: str,
+        histories: dict[str, AmaxHistory] | None = None,
+        name: str = "weight",
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.config, self.fqn = config, fqn
+        self.name, self.scales_name = name, f"{name}_scale_inv"
+        self._histories = {} if histories is None else histories
+        self.handle = register_handle(self)
+        self.is_compared = False
+        self.fsdp: fsdp_internals.FsdpParameter | None = None
+        self.unsharded: KnownWeight | None = None
+        self.scales_ready: QueuedWork | None = None
+        self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
+
+    def __reduce__(self) -> Any:
+        return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
+
+    def compare(self, caller: str) -> None:
+        """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
+        layout = None if self.is_compared else self.layout()
+        if layout is not None:
+            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that has the parameter."""
+        module = self._module()
+        assert module is not None, f"{self.fqn} was freed"
+        return module
+
+    def parameter(self) -> torch.Tensor:
+        """The parameter that is currently registered."""
+        module = self.module
+        parameter = module._parameters.get(self.name)  # faster than getattr
+        return getattr(module, self.name) if parameter is None else parameter
+
+    def master(self) -> torch.Tensor:
+        """The parameter that an optimizer updates: the sharded one, if FSDP2 gathers it."""
+        return self.parameter() if self.fsdp is None else self.fsdp.sharded
+
+    def replace(self, new: torch.Tensor) -> None:
+        """Replace the parameter; the new one gets its attributes and hooks.
+
+        If the new one is trained, later steps of optimizers that hold the old one raise.
+        """
+        old = self.parameter()
+        if new is not old:
+            internals.carry_attributes(old, new)
+            note_replaced(old, new, self.module, self.name, self.fqn)
+        setattr(self.module, self.name, new)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the weight is a parameter of the module, neither parametrized nor flattened."""
+        return self.name in self.module._parameters and self.parameter().ndim >= 2
+
+    def shard(self, parameter: torch.Tensor | None = None) -> torch.Tensor:
+        """The local tensor of a parameter, plain, without a copy or collectives."""
+        parameter = self.parameter() if parameter is None else parameter
+        return KnownWeight.unwrap(local_tensor(parameter))
+
+    def layout(self, parameter: torch.Tensor | None = None) -> Layout | None:
+        """The declared layout of a parameter (by default the layer's), or that of its DTensor."""
+        parameter = self.parameter() if parameter is None else parameter
+        declared: LocalPlacements | None = getattr(self.module, "local_placements", None)
+        if declared is None:
+            return Layout.of(parameter)
+        return mesh.layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+
+    def gathered_layout(self, sharded: Layout) -> Layout | None:
+        """The layout of the unsharded parameter, given that of the sharded one.
+
+        Both are the same if FSDP2 replicates the parameter (``replicate``).
+        """
+        return None if self.fsdp is None else sharded.replicated_over(self.fsdp.mesh)
+
+    def forward_layout(self, weight: torch.Tensor) -> Layout | None:
+        """The layout of a forward's weight; with FSDP2, replicated over the mesh that shards it."""
+        sharded = None if self.fsdp is None else self.layout(self.master())
+        return self.layout(weight) if sharded is None else self.gathered_layout(sharded)
+
+    @property
+    def gathered_as(self) -> torch.dtype | None:
+        """The dtype of FSDP2's gather; None: the weight's own, float8, or there is no gather."""
+        return None if self.fsdp is None else self.fsdp.gathered_as
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which the scales are used: with CPU offload, that of the mesh."""
+        layout, device = self.layout(), self.shard().device
+        if layout is None or layout.mesh.device_type == device.type:
+            return device
+        return torch.device(layout.mesh.device_type)
+
+    @staticmethod
+    def why_not(tensor: torch.Tensor | None) -> str:
+        """The reason why a tensor can't be a layer's weight, as a phrase; empty if it can.
+
+        A tensor subclass with its own matmul, such as the quantized weights of torchao, can't.
+        """
+        local: Any = internals.dtensor_local(tensor) if isinstance(tensor, DTensor) else tensor
+        supported = Float8Tensor | WrapperParameter | internals.AsyncCollectiveTensor
+        if isinstance(local, supported) or not hasattr(local, "__tensor_flatten__"):
+            return ""
+        return f"a {type(local).__name__}, which implements its own matmul (dequantize it first)"
+
+    def plain(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter as a plain tensor or DTensor on the same storage, detached.
+
+        The result shares the version counters, including that of the local tensor, so writes to it
+        are noticed. If FSDP2 has gathered the parameter in float8, it is the sharded parameter.
+        """
+        if isinstance(local_tensor(parameter), Float8Tensor):
+            parameter = self.master()
+        local = self.shard(parameter).detach()
+        if not isinstance(parameter, DTensor):
+            return local
+        plain: Any = parameter.detach()
+        internals.set_dtensor_local(plain, local)
+        return plain
+
+    def high_precision(self, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The parameter in high precision, detached.
+
+        ``weight``: the weight of a forward, which other code may have computed from the parameter.
+        With FSDP2, the result is the sharded parameter.
+
+        Collectives: for a stored weight, those of :meth:`StoredWeight.dequantized`.
+        """
+        if (stored := self.stored()) is not None:
+            return stored.dequantized()
+        if weight is None:
+            return self.plain(self.parameter())
+        return self.plain(weight if self.fsdp is None else self.fsdp.sharded)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the weight is stored in float8."""
+        return isinstance(local_tensor(self.parameter()), StoredFloat8)
+
+    def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
+        """Return the stored weight, sharded or unsharded; None if it is not stored."""
+        parameter = self.parameter() if parameter is None else parameter
+        if not isinstance(local_tensor(parameter), StoredFloat8):
+            return None
+        (scheme,), scales = self.schemes, self.module.get_parameter(self.scales_name)
+        names = self.fqn, self.name, self.scales_name
+        return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
+
+    @property
+    def schemes(self) -> tuple[Scheme, ...]:
+        """The schemes of the weight, in the order of its GEMMs."""
+        return self.config.recipe.schemes["weight"]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the weight is cast with a DYNAMIC scale."""
+        is_cast = bool(self.schemes) and not self.is_stored
+        return is_cast and "weight" not in self.config.recipe.delayed
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        """The amax history, if the scale is DELAYED."""
+        return self._histories.get("weight")
+
+    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
+        """Return the float8 copies for both GEMMs of the weight, or for one of them."""
+        return self.config.recipe.copies("weight", gemms, device)
+
+    def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
+        """The casts of an operand that observers see; see :class:`observing.Owner`."""
+        return self.config.recipe.casts[operand]
+
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes that the operands of the weight's layer are distributed over."""
+        layouts = [self.layout(), *self._histories.values()]
+        return [x.mesh for x in layouts if x is not None and x.mesh is not None]
+
+    def operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
+        """The operands of the parameter for a forward and its backward.
+
+        ``both``: whether a backward may compute the input's gradient.
+
+        Collectives: those of :meth:`Source.statistics`.
+
+        Raises:
+            TypeError: the parameter was replaced by plain float8 data.
+            ValueError: as :meth:`StoredWeight.quantized`; or what FSDP2 gathered was cast for
+                another config than the layer's.
+        """
+        local = local_tensor(parameter)
+        if not self.schemes:
+            return WeightOperands()
+        if (stored := self.stored(parameter)) is not None:
+            whole = stored.quantized()
+            later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
+            return WeightOperands(whole, later if stored.is_packed else whole)
+        if is_float8(local.dtype):
+            raise TypeError(
+                f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
+                "state dict that was assigned or passed to functional_call; load it with "
+                "load_state_dict after freeze_to_float8"
+            )
+        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
+            _check_gathered(self.schemes, local, self.fqn)
+            gathered = quantized_as(local, self.schemes[0])
+            return WeightOperands(gathered, gathered)
+        if not torch.compiler.is_compiling():
+            self._warn_if_flag_has_no_effect(parameter)
+            self.note_unsharded(parameter)
+        is_unsharded = self.fsdp is not None  # then no copy may outlive it
+        gemms = _GEMMS if both and not is_unsharded else _GEMMS[:1]
+        plan, places = self.copies(gemms, local.device)
+        layout, shard = self.layout(parameter), self.shard(parameter)
+        source, use, uncast = self.source(parameter), None, None
+        if is_observed():
+            use = Use((self,), "weight", self.forward_layout(parameter))
+        with torch.no_grad():
+            if is_unsharded:
+                statistics = source.statistics(shard, self.schemes, layout)
+                known = dict(zip(self.schemes, statistics, strict=True))
+                for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
+                    how = known[scheme], scheme, layout, use, source.measures
+                    uncast = Uncast(parameter, *how)
+                taken = [known[scheme] for scheme in plan.schemes]
+                source = Given(taken, source.measures, source.returns_amax)
+            copies, amax = cast_local(shard, plan, layout, source, use) if plan.of else ((), None)
+        if amax is not None and self.history is not None and not torch.compiler.is_compiling():
+            self.history.last, amax = amax, None
+        casts = [None if place is None else copies[place] for place in places]
+        return WeightOperands(casts[0], casts[1] if len(casts) > 1 else uncast, amax)
+
+    def source(self, parameter: torch.Tensor) -> Source:
+        """The source of a parameter's statistics in a forward."""
+        if self.history is not None:
+            return self._history_of(parameter)
+        local, layout = local_tensor(parameter), self.layout(parameter)
+        weight = local if isinstance(local, KnownWeight) else self.unsharded
+        if weight is None or layout is None or not self.shared_schemes(layout):
+            return FRESH
+        if torch.compiler.is_compiling():
+            return Known(self.handle, weight)
+        return self._known(weight.check(parameter), layout)
+
+    def _known(self, weight: KnownWeight, layout: Layout) -> Known:
+        """The source of a parameter's statistics in eager code, given its local tensor."""
+        kept = Kept(self.shared_schemes(layout), layout)
+        if weight.has(AS_SHARDED):
+            sharded, sharded_kept = local_tensor(self.master()), self.kept()
+            if isinstance(sharded, KnownWeight) and sharded_kept is not None:
+                weight, kept = sharded.check(self.master()), sharded_kept
+        trains = self.module.training and bool(self.shared_schemes(kept.layout))
+        return Known(self.handle, weight, kept, None, trains, self.fqn)
+
+    def gather_source(self, weight: KnownWeight) -> Source:
+        """The source of the statistics of FSDP2's gather, given the sharded local tensor."""
+        parameter, kept = self.master(), self.gather().kept
+        if self.history is not None:
+            self.history.is_gather = True
+            return self._history_of(parameter)
+        is_shared = kept.whole or bool(self.shared_schemes(kept.layout))
+        trains = self.module.training and is_shared
+        return Known(self.handle, weight.check(parameter), kept, parameter, trains, self.fqn)
+
+    def _history_of(self, parameter: torch.Tensor) -> Source:
+        """The history of a trained weight. A frozen weight is scaled by its own amax.
+
+        An optimizer step changes a weight only little, so the scale from its history still fits.
+        Merging adapters may change a frozen weight a lot.
+        """
+        assert self.history is not None
+        if parameter.requires_grad:
+            return self.history
+        if not torch.compiler.is_compiling():
+            self.history.statistic = None
+        return OWN_AMAX
+
+    def look_up(
+        self,
+        x: torch.Tensor,
+        cache: Sequence[torch.Tensor],
+        schemes: Sequence[Scheme],
+        groups: Sequence[str],
+        is_gather: bool,
+    ) -> Sequence[Statistics]:
+        """:meth:`Known.read`, called by an operator (Note [Look-ups at run time])."""
+        if is_gather:
+            local = local_tensor(self.master())
+            weight = local if isinstance(local, KnownWeight) else KnownWeight(x)
+            source = self.gather_source(weight)
+            assert isinstance(source, Known)
+            return source.read(x, schemes, None)
+        self.compare("the first forward")
+        layout, (known, valid) = self.layout(), cache
+        assert layout is not None
+        return self._known(KnownWeight(x, known=known, valid=valid), layout).read(
+            x, schemes, layout
+        )
+
+    def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
+        """The schemes whose scales cover values of several ranks."""
+        return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
+
+    def kept(self) -> Kept | None:
+        """Which statistics of the sharded parameter precompute and gathers cache; None if none.
+
+        If FSDP2 gathers in high precision, they are statistics of the unsharded parameter.
+        """
+        parameter = self.master()
+        layout = self.layout(parameter)
+        if layout is None or not self.is_dynamic:
+            return None
+        if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
+            return self.gather().kept
+        arrives = self.gathered_layout(layout) or layout
+        shared = self.shared_schemes(arrives)
+        return Kept(shared, arrives) if shared else None
+
+    def gather(self) -> Gather:
+        """Return the plan of FSDP2's float8 gather, made again if layout or config changed."""
+        parameter = self.master()
+        assert isinstance(parameter, DTensor)
+        declared = getattr(self.module, "local_placements", None)
+        depends_on = internals.dtensor_spec(parameter), declared, self.fsdp, self.config
+        # (Comparing layouts would take longer than making the plan.)
+        if self._gather is None or any(map(is_not, self._gather[0], depends_on)):
+            layout = self.layout(parameter)
+            assert layout is not None
+            plan = Gather.of(self.schemes, layout, self.gathered_layout(layout) or layout)
+            self._gather = depends_on, plan
+        return self._gather[1]
+
+    def parameter_replaced(self, new: torch.Tensor | None) -> None:
+        """Prepare for the replacement of the layer's parameter, by FSDP2 or by other code."""
+        self.unsharded = None
+        if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
+            self.note_unsharded(new)
+        else:
+            bind(self, new)
+
+    def check_sharded(self) -> None:
+        """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""
+
+    def note_unsharded(self, parameter: torch.Tensor) -> None:
+        """Make later look-ups of the unsharded parameter's statistics use the sharded one."""
+        local = local_tensor(parameter)
+        if self.fsdp is None or not internals.is_plain(local):
+            return
+        if self.shared_schemes(self.layout(parameter)):
+            self.unsharded = KnownWeight.as_sharded(local, parameter)
+            if isinstance(parameter, DTensor):  # so that writes to it are noticed too
+                internals.set_dtensor_local(parameter, self.unsharded)
+
+    def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
+        """Record a pass's amaxes, keyed by history, in its backward; see Note [Passes that count].
+
+        The weight's amax is that of its last cast.
+
+        ``begins``: whether the pass begins to accumulate gradients. ``None``: decided by the
+        weight's own gradient if the weight is a trained leaf, else unknown.
+        """
+        parameter, history = self.parameter(), self.history
+        if begins is None and parameter.is_leaf and parameter.requires_grad:
+            in_fsdp = [] if self.fsdp is None else [self.fsdp]
+            begins = not fsdp_internals.have_gradients([parameter, self.master()], in_fsdp)
+        backward = None if begins is None else internals.backward_id()
+        if history is not None and history.last is not None:
+            # FSDP2's stream may have made it. It waits for this stream before it makes the next.
+            amaxes = {**amaxes, "weight": history.last}
+        for name, value in amaxes.items():
+            shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
+            (shared or self._histories[name]).record(value, backward, bool(begins))
+            if shared and (own := self._histories.get("input")) is not None:
+                own.is_replaced = own is not shared
+
+    def forget(self) -> None:
+        """Drop the cached statistics, and what histories recorded since the last sync."""
+        if isinstance(local := local_tensor(self.master()), KnownWeight):
+            local.forget()
+        for history in self._histories.values():
+            history.current, history.steps = None, 0
+
+    def _warn_if_flag_has_no_effect(self, parameter: torch.Tensor) -> None:
+        flag = self.config.enable_fsdp_float8_all_gather
+        is_computed = self.module._parameters.get(self.name) is not parameter
+        # "auto" also allows for models that nothing shards.
+        if flag is True or (self.config.fsdp_float8_all_gather and is_computed):
+            warn_once(
+                "float8 gather without FSDP2",
+                f"{self.fqn}: enable_fsdp_float8_all_gather={flag!r} has no effect on this layer: "
+                "FSDP2 does not manage its weight, or other code computes it from the parameter "
+                "(FSDP1, a parametrization such as SimpleFSDP's data_parallel). Call fully_shard "
+                "on the model (after convert_to_float8_training), let the parametrization return "
+                "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
+            )
+
+
+def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
+    """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it."""
+    if [scheme.key for scheme in schemes] != [weight.key]:
+        wanted = " and ".join([scheme.described for scheme in schemes])
+        raise ValueError(
+            f"{fqn}: FSDP2 gathered the weight as {weight.scheme.described} for another layer that "
+            f"shares it, but this layer takes {wanted}; convert layers that share a weight with "
+            "one config"
+        )

@@ -1,0 +1,58 @@
+"""Weights that the backward casts."""
+
+from typing import NamedTuple
+
+import torch
+
+from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.operand.observers import Use
+from fp8_dist.operand.prepare import cast_local
+from fp8_dist.operand.sources import Given
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, transposed
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.stored import StoredFloat8
+
+
+class Uncast(NamedTuple):
+    """The weight of grad_input's GEMM, which the backward casts with statistics of the forward.
+
+    It is FSDP2's unsharded high-precision parameter, which FSDP2 frees between forward and
+    backward: a float8 copy would outlive it. Or it is stored in packed form, and the backward
+    unpacks it.
+
+    Attributes:
+        parameter: the parameter, unsharded.
+        statistics: its global statistics; the scales of a stored weight.
+        scheme: the scheme of the cast.
+        layout: its layout.
+        use: the operand that the cast makes, for observers; None for a stored weight.
+        measures: see :class:`fp8_dist.operand.sources.Source`.
+        transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
+            the cast itself.
+    """
+
+    parameter: torch.Tensor
+    statistics: Statistics
+    scheme: Scheme
+    layout: Layout | None
+    use: Use | None = None
+    measures: bool = False
+    transposed_to: Scheme | None = None
+
+    def cast(self, depends_on: torch.Tensor | None = None) -> Quantized:
+        """Cast the parameter, which FSDP2 has gathered again, or unpack it.
+
+        Args:
+            depends_on: the gradient. Without it, a graph would cast in the forward and keep the
+                float8 copy.
+        """
+        local, plan = KnownWeight.unwrap(local_tensor(self.parameter)), CastPlan((self.scheme,))
+        if isinstance(local, StoredFloat8):
+            position = self.scheme.start(self.layout), self.scheme.splits_blocks(self.layout)
+            data = local.unpacked(self.scheme, depends_on)
+            quantized = Quantized(data, self.statistics, self.scheme, *position)
+        else:
+            how = self.layout, Given([self.statistics], self.measures), self.use
+            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
+        to = self.transposed_to
+        return quantized if to is None else transposed(quantized, to)
