@@ -101,9 +101,6 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         is_unused = reduced[-weights:] < 0
         reduced[-2 * weights : -weights].masked_fill_(is_unused, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
-    for layer in layers:
-        if (own := layer.histories.get("weight")) and not layer.weight.requires_grad:
-            own.statistic = None  # a frozen weight is scaled by its own amax
     mark_scales_ready(layer.float8_weight for layer in layers)
 
 

@@ -58,5 +58,5 @@ def selective_checkpoint_policy(ctx: Any, func: Any, *args: Any, **kwargs: Any) 
     # In compiled code on GPUs, amaxes may be taken of integers.
     saves = func in _SAVED or (func is aten.amax.default and not args[0].dtype.is_floating_point)
     if func is look_up.overload:
-        saves = not args[6]  # not of FSDP2's gathers
+        saves = not args[6] and not args[7]  # neither of FSDP2's gathers, nor with a cast
     return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE

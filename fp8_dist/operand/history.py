@@ -34,6 +34,7 @@ for nor those of other parameters than its weights.
 """
 
 import math
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +44,9 @@ from torch.nn.functional import pad
 
 from fp8_dist.device import is_captured
 from fp8_dist.kernels import amax
-from fp8_dist.mesh import Layout, all_reduce_max, groups_over
+from fp8_dist.mesh import all_reduce_max, groups_over
 from fp8_dist.operand.sources import State, owner_of, query, register_handle
-from fp8_dist.scaling import Dense, Scheme, Statistics, reduction_groups
+from fp8_dist.scaling import Dense, Scheme, Statistics
 from fp8_dist.text import warn_once
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
@@ -70,6 +71,7 @@ class AmaxHistory(State):
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
         restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
+        frozen: the source of a frozen weight's statistics.
         is_replaced: whether the layer takes an input that layers share, so that this history is not
             advanced. It is saved as empty, because its amaxes are outdated when it is used again.
     """
@@ -88,21 +90,16 @@ class AmaxHistory(State):
         self.last: torch.Tensor | None = None
         self.steps = 0
         self._recorded_in: int | None = None  # the last backward whose ``begins`` was known
-        self.handle = register_handle(self)
+        self.handle, self.frozen = register_handle(self), Frozen(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "frozen"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.handle = register_handle(self)  # a copy needs a handle of its own
+        # A copy needs handles of its own.
+        self.handle, self.frozen = register_handle(self), Frozen(self)
         self._recorded_in = None
-
-    def read(
-        self, x: torch.Tensor, schemes: Sequence[Scheme], layout: Layout | None
-    ) -> list[Statistics]:
-        """The statistic of the history; without one, the amax of the global tensor.
-
-        Collectives: none if there is a history, otherwise those of a dynamic cast.
-        """
-        return self.look_up(x, (), schemes, reduction_groups(self.scheme, layout))
 
     def look_up(
         self,
@@ -110,9 +107,12 @@ class AmaxHistory(State):
         cache: Sequence[torch.Tensor],
         schemes: Sequence[Scheme],
         groups: Sequence[str],
-        is_gather: bool = False,
+        is_gather: bool,
     ) -> list[Statistics]:
-        """:meth:`read` with the groups of the reduction."""
+        """The statistic of the history; without one, the amax of the global tensor.
+
+        Collectives: none if there is a history, otherwise those of a dynamic cast.
+        """
         if is_captured(x):
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
@@ -156,6 +156,31 @@ class AmaxHistory(State):
         if len(history):
             row = pad(history.to(torch.float32), (0, self.length - len(history)))
             advance_to([self], row.clone().unsqueeze(0))
+
+
+class Frozen(State):
+    """The own amax of a frozen weight, which is recorded in its history.
+
+    An optimizer step changes a weight only little, so the scale from its history still fits.
+    Merging adapters may change a frozen weight a lot. So the statistic of the history is dropped.
+    """
+
+    returns_amax = True
+
+    def __init__(self, history: AmaxHistory) -> None:
+        self._history = weakref.proxy(history)  # which has this object
+        self.handle = register_handle(self)
+
+    def look_up(
+        self,
+        x: torch.Tensor,
+        cache: Sequence[torch.Tensor],
+        schemes: Sequence[Scheme],
+        groups: Sequence[str],
+        is_gather: bool,
+    ) -> list[Statistics]:
+        self._history.statistic = None
+        return self._history.look_up(x, cache, schemes, groups, is_gather)
 
 
 @query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")

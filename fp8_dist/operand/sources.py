@@ -60,8 +60,6 @@ class Source:
 
 
 FRESH = Source()
-OWN_AMAX = Source()  # of a frozen weight that has a history
-OWN_AMAX.returns_amax = True
 
 
 class Given(Source):
@@ -118,6 +116,17 @@ class State(Source):
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
     ) -> Sequence[Statistics]:
         """:meth:`statistics`, in eager code."""
+        return self.look_up(x, (), schemes, scaling.reduction_groups(schemes[0], layout), False)
+
+    def look_up(
+        self,
+        x: Tensor,
+        cache: Sequence[Tensor],
+        schemes: Sequence[Scheme],
+        groups: Sequence[str],
+        is_gather: bool,
+    ) -> Sequence[Statistics]:
+        """:meth:`read` in the operator, with the groups of the reduction."""
         raise NotImplementedError
 
 

@@ -57,7 +57,7 @@ class Float8Tensor(TensorSubclass):
     start: Start
     splits_blocks: bool
     origin: Any
-    local_amax: torch.Tensor | None
+    local_amax: torch.Tensor | None = None
 
     @staticmethod
     def __new__(

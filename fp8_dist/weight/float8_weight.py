@@ -30,7 +30,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist import fsdp_internals, mesh
+from fp8_dist import fsdp_internals, kernels, mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import QueuedWork, is_float8
@@ -38,7 +38,7 @@ from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import FRESH, OWN_AMAX, Given, Source, register_handle
+from fp8_dist.operand.sources import FRESH, Given, Source, needs_op, register_handle
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
@@ -344,7 +344,12 @@ class Float8Weight:
                     uncast = Uncast(parameter, *how)
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.measures, source.returns_amax)
-            copies, amax = cast_local(shard, plan, layout, source, use) if plan.of else ((), None)
+            if plan.of:
+                copies, amax = cast_local(shard, plan, layout, source, use)
+            else:  # the backward alone casts the weight
+                copies, amax = (), None
+                if is_unsharded and self.history is not None:
+                    amax = kernels.amax(shard)
         if amax is not None and self.history is not None and not torch.compiler.is_compiling():
             self.history.last, amax = amax, None
         casts = [None if place is None else copies[place] for place in places]
@@ -352,13 +357,13 @@ class Float8Weight:
 
     def source(self, parameter: torch.Tensor) -> Source:
         """The source of a parameter's statistics in a forward."""
-        if self.history is not None:
-            return self._history_of(parameter)
+        if (history := self.history) is not None:
+            return history if parameter.requires_grad else history.frozen
         local, layout = local_tensor(parameter), self.layout(parameter)
         weight = local if isinstance(local, KnownWeight) else self.unsharded
         if weight is None or layout is None or not self.shared_schemes(layout):
             return FRESH
-        if torch.compiler.is_compiling():
+        if needs_op():  # the operator redirects to the sharded parameter
             return Known(self.handle, weight)
         return self._known(weight.check(parameter), layout)
 
@@ -375,25 +380,13 @@ class Float8Weight:
     def gather_source(self, weight: KnownWeight) -> Source:
         """The source of the statistics of FSDP2's gather, given the sharded local tensor."""
         parameter, kept = self.master(), self.gather().kept
-        if self.history is not None:
-            self.history.is_gather = True
-            return self._history_of(parameter)
+        if (history := self.history) is not None:
+            source = history if parameter.requires_grad else history.frozen
+            source.is_gather = True
+            return source
         is_shared = kept.whole or bool(self.shared_schemes(kept.layout))
         trains = self.module.training and is_shared
         return Known(self.handle, weight.check(parameter), kept, parameter, trains, self.fqn)
-
-    def _history_of(self, parameter: torch.Tensor) -> Source:
-        """The history of a trained weight. A frozen weight is scaled by its own amax.
-
-        An optimizer step changes a weight only little, so the scale from its history still fits.
-        Merging adapters may change a frozen weight a lot.
-        """
-        assert self.history is not None
-        if parameter.requires_grad:
-            return self.history
-        if not torch.compiler.is_compiling():
-            self.history.statistic = None
-        return OWN_AMAX
 
     def look_up(
         self,
@@ -486,7 +479,7 @@ class Float8Weight:
         backward = None if begins is None else internals.backward_id()
         if history is not None and history.last is not None:
             # FSDP2's stream may have made it. It waits for this stream before it makes the next.
-            amaxes = {**amaxes, "weight": history.last}
+            amaxes = {"weight": history.last, **amaxes}  # that of a graph is of this pass
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
             (shared or self._histories[name]).record(value, backward, bool(begins))
