@@ -130,6 +130,20 @@ def as_float8_input(
     return _CastInput.apply(reduced(x), scheme, FRESH if history is None else history)
 
 
+def share_amaxes(inputs: Sequence[Any]) -> None:
+    """Give the float8 inputs of a module one amax, the largest, for the history that they share.
+
+    The layers that take them record it, perhaps not all of them in the backward.
+    """
+    locals_ = [local_tensor(x) for x in inputs if isinstance(x, DTensor)]
+    lows = [x for x in locals_ if isinstance(x, Float8Tensor)]
+    amaxes = [low.local_amax for low in lows if low.local_amax is not None]
+    if len(amaxes) > 1:
+        largest = torch.stack(amaxes).amax()
+        for low in lows:
+            low.local_amax = largest
+
+
 def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     """Gather an input, unless it is whole. Its gradient is reduced with a transport.
 

@@ -23,7 +23,12 @@ from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import check_axis
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import ModuleInput, as_float8_input, check_transport
+from fp8_dist.tensor_parallel.inputs import (
+    ModuleInput,
+    as_float8_input,
+    check_transport,
+    share_amaxes,
+)
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 from fp8_dist.weight import agreement
@@ -302,6 +307,8 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             cast_kwargs = {
                 name: as_float8_input(x, by_name.get(name), *cast) for name, x in kwargs.items()
             }
+            if history is not None:
+                share_amaxes([*cast_args, *cast_kwargs.values()])
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)

@@ -67,25 +67,27 @@ def cast_local(
         scale, *flat, own_amax = look_up_in_op(x, source.handle, plan, layout)
         return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
     reduces = layout is not None and any(scaling.reduction_groups(s, layout) for s in schemes)
-    if reduces or not is_fresh:
-        if is_fresh and len(schemes) > 1:
-            # One scheme at a time, so that a graph that needs only one copy does not repeat the
-            # reduction of the other.
-            return _cast_each(x, plan, layout, use), None
-        statistics = source.statistics(x, schemes, layout)
-    start = scaling.common_start(schemes, layout)
-    scales, data, amax = scaling.cast(
-        x,
-        plan,
-        statistics,
-        start,
-        saturate=not is_fresh,
-        measures=not is_fresh and source.measures,
-        depends_on=depends_on,
-    )
-    if statistics is not None and not is_fresh and source.returns_amax:
-        amax = statistics[0][0]
-    copies = _copies(plan, layout, scales, data, start)
+    copies: Copies
+    if is_fresh and reduces and len(schemes) > 1:
+        # One scheme at a time, so that a graph that needs only one copy does not repeat the
+        # reduction of the other.
+        copies, amax = _cast_each(x, plan, layout), None
+    else:
+        if reduces or not is_fresh:
+            statistics = source.statistics(x, schemes, layout)
+        start = scaling.common_start(schemes, layout)
+        scales, data, amax = scaling.cast(
+            x,
+            plan,
+            statistics,
+            start,
+            saturate=not is_fresh,
+            measures=not is_fresh and source.measures,
+            depends_on=depends_on,
+        )
+        if statistics is not None and not is_fresh and source.returns_amax:
+            amax = statistics[0][0]
+        copies = _copies(plan, layout, scales, data, start)
     if use is not None and observers.is_observed():
         observers.notify_cast(use, x, layout, copies)
     return copies, amax
@@ -113,13 +115,11 @@ def _copies(
     return copies
 
 
-def _cast_each(
-    x: torch.Tensor, plan: CastPlan, layout: Layout | None, use: Use | None
-) -> list[Quantized]:
+def _cast_each(x: torch.Tensor, plan: CastPlan, layout: Layout | None) -> list[Quantized]:
     copies: dict[int, Quantized] = {}
     for i in range(len(plan.schemes)):
         part, places = plan.part(i)
-        copies.update(zip(places, cast_local(x, part, layout, FRESH, use)[0], strict=True))
+        copies.update(zip(places, cast_local(x, part, layout)[0], strict=True))
     return [copies[n] for n in range(len(plan.of))]
 
 
@@ -207,14 +207,16 @@ def wait_local(operand: Local, scheme: Scheme | None) -> Local:
 
 def cast_input(x: torch.Tensor, plan: CastPlan, use: Use | None = None) -> Copies:
     """Cast a plain input as a matrix, or return the cached copies of the same values."""
-    key = None if use is not None else _cache_key(x)  # each layer reports its cast
-    if key is None:
-        return cast_local(as_matrix(x), plan, None, FRESH, use)[0]
-    cached = _look_up_cast(x, key)
+    key = _cache_key(x)
+    cached = None if key is None else _look_up_cast(x, key)
     if cached is not None and plan.begins(cached[0]):
-        return cached[1][: len(plan.of)]
-    copies, _ = cast_local(as_matrix(x), plan)
-    _cache_cast(x, key, plan, copies)
+        copies = cached[1][: len(plan.of)]
+        if use is not None:
+            observers.notify_cast(use, as_matrix(x), None, copies)
+        return copies
+    copies, _ = cast_local(as_matrix(x), plan, None, FRESH, use)
+    if key is not None:
+        _cache_cast(x, key, plan, copies)
     return copies
 
 

@@ -105,7 +105,7 @@ class Float8Weight:
         config: the config of the layer.
         name, fqn: the name of the parameter in the module, and the name of the module.
         scales_name: the name of the parameter that has the scales of a stored weight.
-        handle: identifies this object in operators (``runtime_ops``).
+        handle: identifies this object in operators (:mod:`fp8_dist.operand.sources`).
         is_compared: whether the layer was compared between ranks (``agreement``).
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
@@ -288,7 +288,7 @@ class Float8Weight:
         return self.config.recipe.copies("weight", gemms, device)
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
-        """The casts of an operand that observers see; see :class:`observing.Owner`."""
+        """The casts of an operand that observers see; see :class:`observers.Owner`."""
         return self.config.recipe.casts[operand]
 
     def meshes(self) -> list[DeviceMesh]:
@@ -340,7 +340,7 @@ class Float8Weight:
                 statistics = source.statistics(shard, self.schemes, layout)
                 known = dict(zip(self.schemes, statistics, strict=True))
                 for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
-                    how = known[scheme], scheme, layout, use, source.measures
+                    how = known[scheme], scheme, layout, self, source.measures
                     uncast = Uncast(parameter, *how)
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.measures, source.returns_amax)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from fp8_dist.mesh import Layout, local_tensor
-from fp8_dist.operand.observers import Use
+from fp8_dist.operand.observers import Owner, Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, transposed
@@ -25,7 +25,7 @@ class Uncast(NamedTuple):
         statistics: its global statistics; the scales of a stored weight.
         scheme: the scheme of the cast.
         layout: its layout.
-        use: the operand that the cast makes, for observers; None for a stored weight.
+        owner: the owner of the cast, for observers; None for a stored weight.
         measures: see :class:`fp8_dist.operand.sources.Source`.
         transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
             the cast itself.
@@ -35,7 +35,7 @@ class Uncast(NamedTuple):
     statistics: Statistics
     scheme: Scheme
     layout: Layout | None
-    use: Use | None = None
+    owner: Owner | None = None
     measures: bool = False
     transposed_to: Scheme | None = None
 
@@ -52,7 +52,10 @@ class Uncast(NamedTuple):
             data = local.unpacked(self.scheme, depends_on)
             quantized = Quantized(data, self.statistics, self.scheme, *position)
         else:
-            how = self.layout, Given([self.statistics], self.measures), self.use
+            use = None
+            if self.owner is not None and is_observed():
+                use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
+            how = self.layout, Given([self.statistics], self.measures), use
             (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)
