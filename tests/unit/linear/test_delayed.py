@@ -338,3 +338,11 @@ def test_a_layer_that_is_not_used_does_not_make_the_host_wait(
     assert len(read) == 1  # in the first step
     assert all(h.history is not None for h in used.histories.values())
     assert all(h.history is None for h in unused.histories.values())
+
+
+def test_a_sync_keeps_the_scale_of_a_computed_weight() -> None:
+    linear = layer()
+    weight_norm(linear)
+    linear(torch.randn(6, 32)).sum().backward()
+    sync(linear)
+    assert linear.histories["weight"].statistic is not None
