@@ -233,8 +233,8 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             scales.append(func(parts, dim))
     out = func([_as_sent(x, x.qdata) for x in tensors], dim)
     origin = first.origin if all(x.origin is first.origin for x in tensors) else None
-    amaxes = [x.local_amax for x in tensors if x.local_amax is not None]
-    amax = torch.stack(amaxes).amax() if amaxes else None
+    amaxes = [*{x.local_amax for x in tensors if x.local_amax is not None}]  # of equal parts: one
+    amax = torch.stack(amaxes).amax() if len(amaxes) > 1 else first.local_amax
     qdata = out.view(first.qdata.dtype)
     return first.rewrap(qdata=qdata, scale=tuple(scales), origin=origin, local_amax=amax)
 

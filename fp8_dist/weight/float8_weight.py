@@ -340,7 +340,8 @@ class Float8Weight:
                 statistics = source.statistics(shard, self.schemes, layout)
                 known = dict(zip(self.schemes, statistics, strict=True))
                 for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
-                    how = known[scheme], scheme, layout, self, source.measures
+                    owner = None if scheme in plan.schemes else self  # the forward's was reported
+                    how = known[scheme], scheme, layout, owner, source.measures
                     uncast = Uncast(parameter, *how)
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.measures, source.returns_amax)

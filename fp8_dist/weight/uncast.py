@@ -25,7 +25,7 @@ class Uncast(NamedTuple):
         statistics: its global statistics; the scales of a stored weight.
         scheme: the scheme of the cast.
         layout: its layout.
-        owner: the owner of the cast, for observers; None for a stored weight.
+        owner: the owner of the cast, for observers; None if they are not notified.
         measures: see :class:`fp8_dist.operand.sources.Source`.
         transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
             the cast itself.
