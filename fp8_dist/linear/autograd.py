@@ -55,7 +55,7 @@ class LinearSpec(NamedTuple):
 
     def source(self, operand: Operand) -> Source:
         """The source of the statistics of an operand other than the weight."""
-        return self.histories.get(operand, FRESH)
+        return self.histories[operand] if operand in self.config.recipe.delayed else FRESH
 
 
 def float8_linear(
@@ -118,7 +118,7 @@ def prepare_gradients(
         return {gemm: (left[gemm], right[gemm]) for gemm in gemms}, amax
     scheme = recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
-    if isinstance(grad, DTensor):
+    if isinstance(grad, DTensor) and not torch.compiler.is_compiling():
         # Called only for its warning.
         scheme_of_move(grad, "grad_output", (scheme,), placements, spec.weight)
     pairs: dict[Gemm, tuple[Local, Local]] = {}

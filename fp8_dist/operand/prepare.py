@@ -66,9 +66,9 @@ def cast_local(
         # One operator looks up, casts and measures.
         scale, *flat, own_amax = look_up_in_op(x, source.handle, plan, layout)
         return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
-    reduces = layout is not None and any(scaling.reduction_groups(s, layout) for s in schemes)
+    reduces = is_fresh and any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
     copies: Copies
-    if is_fresh and reduces and len(schemes) > 1:
+    if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
         # reduction of the other.
         copies, amax = _cast_each(x, plan, layout), None

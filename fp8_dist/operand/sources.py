@@ -220,7 +220,7 @@ def look_up_in_op(
 ) -> list[Tensor]:
     """Call the operator :func:`look_up`; if the plan has copies, to cast as well."""
     schemes = plan.schemes
-    groups = [*scaling.reduction_groups(schemes[0], layout)]
+    groups = [] if cache else [*scaling.reduction_groups(schemes[0], layout)]
     keys, start = [scheme.key for scheme in schemes], scaling.common_start(schemes, layout)
     how = handle, keys, start, groups, is_gather, plan.of, plan.transposed
     found: list[Tensor] = look_up.overload(x, cache, *how)

@@ -361,8 +361,10 @@ class Float8Weight:
         if (history := self.history) is not None:
             return history if parameter.requires_grad else history.frozen
         local, layout = local_tensor(parameter), self.layout(parameter)
+        if layout is None or not shared_schemes(self.schemes, layout):
+            return FRESH
         weight = local if isinstance(local, KnownWeight) else self.unsharded
-        if weight is None or layout is None or not self.shared_schemes(layout):
+        if weight is None:
             return FRESH
         if needs_op():  # the operator redirects to the sharded parameter
             return Known(self.handle, weight)
@@ -370,12 +372,12 @@ class Float8Weight:
 
     def _known(self, weight: KnownWeight, layout: Layout) -> Known:
         """The source of a parameter's statistics in eager code, given its local tensor."""
-        kept = Kept(self.shared_schemes(layout), layout)
+        kept = Kept(shared_schemes(self.schemes, layout), layout)
         if weight.has(AS_SHARDED):
             sharded, sharded_kept = local_tensor(self.master()), self.kept()
             if isinstance(sharded, KnownWeight) and sharded_kept is not None:
                 weight, kept = sharded.check(self.master()), sharded_kept
-        trains = self.module.training and bool(self.shared_schemes(kept.layout))
+        trains = self.module.training and bool(shared_schemes(self.schemes, kept.layout))
         return Known(self.handle, weight, kept, None, trains, self.fqn)
 
     def gather_source(self, weight: KnownWeight) -> Source:
@@ -385,7 +387,7 @@ class Float8Weight:
             source = history if parameter.requires_grad else history.frozen
             source.is_gather = True
             return source
-        is_shared = kept.whole or bool(self.shared_schemes(kept.layout))
+        is_shared = kept.whole or bool(shared_schemes(self.schemes, kept.layout))
         trains = self.module.training and is_shared
         return Known(self.handle, weight.check(parameter), kept, parameter, trains, self.fqn)
 
@@ -411,10 +413,6 @@ class Float8Weight:
             x, schemes, layout
         )
 
-    def shared_schemes(self, layout: Layout | None) -> tuple[Scheme, ...]:
-        """The schemes whose scales cover values of several ranks."""
-        return tuple([scheme for scheme in self.schemes if any(scheme.axes(layout))])
-
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.
 
@@ -427,7 +425,7 @@ class Float8Weight:
         if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
             return self.gather().kept
         arrives = self.gathered_layout(layout) or layout
-        shared = self.shared_schemes(arrives)
+        shared = shared_schemes(self.schemes, arrives)
         return Kept(shared, arrives) if shared else None
 
     def gather(self) -> Gather:
@@ -460,7 +458,7 @@ class Float8Weight:
         local = local_tensor(parameter)
         if self.fsdp is None or not internals.is_plain(local):
             return
-        if self.shared_schemes(self.layout(parameter)):
+        if shared_schemes(self.schemes, self.layout(parameter)):
             self.unsharded = KnownWeight.as_sharded(local, parameter)
             if isinstance(parameter, DTensor):  # so that writes to it are noticed too
                 internals.set_dtensor_local(parameter, self.unsharded)
@@ -507,6 +505,11 @@ class Float8Weight:
                 "on the model (after convert_to_float8_training), let the parametrization return "
                 "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
             )
+
+
+def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
+    """The schemes whose scales cover values of several ranks."""
+    return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
 
 
 def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
