@@ -76,7 +76,7 @@ class AmaxHistory(State):
             advanced. It is saved as empty, because its amaxes are outdated when it is used again.
     """
 
-    measures = True
+    amax_from = "cast"
     restored = False
     is_replaced = False
 
@@ -165,7 +165,7 @@ class Frozen(State):
     Merging adapters may change a frozen weight a lot. So the statistic of the history is dropped.
     """
 
-    returns_amax = True
+    amax_from = "statistic"
 
     def __init__(self, history: AmaxHistory) -> None:
         self._history = weakref.proxy(history)  # which has this object

@@ -64,7 +64,7 @@ def cast_local(
     schemes, statistics, is_fresh = plan.schemes, None, source is FRESH
     if isinstance(source, AmaxHistory) and torch.compiler.is_compiling():
         # One operator looks up, casts and measures.
-        scale, *flat, own_amax = look_up_in_op(x, source.handle, plan, layout)
+        scale, *flat, own_amax = look_up_in_op(source, x, schemes, layout, plan.of, plan.transposed)
         return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
     reduces = is_fresh and any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
     copies: Copies
@@ -82,10 +82,10 @@ def cast_local(
             statistics,
             start,
             saturate=not is_fresh,
-            measures=not is_fresh and source.measures,
+            measures=not is_fresh and source.amax_from == "cast",
             depends_on=depends_on,
         )
-        if statistics is not None and not is_fresh and source.returns_amax:
+        if statistics is not None and not is_fresh and source.amax_from == "statistic":
             amax = statistics[0][0]
         copies = _copies(plan, layout, scales, data, start)
     if use is not None and observers.is_observed():

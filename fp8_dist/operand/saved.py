@@ -10,8 +10,8 @@ class SavedOperand(NamedTuple):
     """An operand without its tensors."""
 
     places: Sequence[int]  # the indices of its tensors in a flat list
-    kind: Callable[..., Any] | None = None  # its type; None for a plain tensor
-    rest: tuple[Any, ...] = ()  # the other fields
+    kind: Callable[..., Any] | None  # its type; None for a plain tensor
+    rest: tuple[Any, ...]  # the other fields
 
     def operand(self, flat: Sequence[torch.Tensor]) -> Any:
         """The operand, given the flat list."""
@@ -31,7 +31,7 @@ def flattened(*operands: Any) -> tuple[list[torch.Tensor], list[SavedOperand | N
         if operand is None:
             specs.append(None)
         elif isinstance(operand, torch.Tensor):
-            specs.append(SavedOperand((_place(operand, flat),)))
+            specs.append(SavedOperand((_place(operand, flat),), None, ()))
         else:
             first, others, *rest = operand
             places = [_place(tensor, flat) for tensor in (first, *others)]

@@ -19,7 +19,7 @@ any other, so layers can share a graph.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,25 +28,25 @@ from torch import Tensor
 from fp8_dist import scaling
 from fp8_dist.kernels import CustomOp
 from fp8_dist.mesh import Layout
-from fp8_dist.scaling import CastPlan, Scheme, Statistics
+from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.scaling.operators import cast_operator, empty_cast
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 
 P = ParamSpec("P")
 R = TypeVar("R")
+AmaxFrom = Literal["cast", "statistic"] | None
 
 
 class Source:
     """Statistics that are measured at the cast; the base class of the other sources.
 
     Attributes:
-        measures: whether a cast also measures the tensor, for a history. Its scale is then NaN if
-            the tensor has a value that is not finite.
-        returns_amax: whether a cast returns its statistic, an amax, for a history.
+        amax_from: where the amax for a history comes from: the cast also measures the tensor, and
+            its scale is then NaN if the tensor has a value that is not finite; or it is the
+            statistic itself. ``None``: there is no history.
     """
 
-    measures = False
-    returns_amax = False
+    amax_from: AmaxFrom = None
 
     def statistics(
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
@@ -56,7 +56,7 @@ class Source:
         Collectives: those of :func:`fp8_dist.scaling.reduced_statistics` for each scheme, unless
         the statistics are known.
         """
-        return measured(x, schemes, layout)
+        return measured(x, schemes, layout, whole=False)
 
 
 FRESH = Source()
@@ -65,10 +65,8 @@ FRESH = Source()
 class Given(Source):
     """Statistics that the caller has."""
 
-    def __init__(
-        self, statistics: Sequence[Statistics], measures: bool = False, returns_amax: bool = False
-    ) -> None:
-        self._statistics, self.measures, self.returns_amax = statistics, measures, returns_amax
+    def __init__(self, statistics: Sequence[Statistics], amax_from: AmaxFrom = None) -> None:
+        self._statistics, self.amax_from = statistics, amax_from
 
     def statistics(
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
@@ -77,7 +75,7 @@ class Given(Source):
 
 
 def measured(
-    x: Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool = False
+    x: Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool
 ) -> list[Statistics]:
     """Measure a local tensor for each scheme; ``whole``: for all of the global tensor.
 
@@ -109,8 +107,7 @@ class State(Source):
     ) -> Sequence[Statistics]:
         if not needs_op():
             return self.read(x, schemes, layout)
-        how = CastPlan((*schemes,), ()), layout, self.cache, self.is_gather
-        return scaling.by_scheme(schemes, look_up_in_op(x, self.handle, *how))[0]
+        return scaling.by_scheme(schemes, look_up_in_op(self, x, schemes, layout, (), ()))[0]
 
     def read(
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
@@ -211,17 +208,19 @@ look_up.register_fake(_empty)
 
 
 def look_up_in_op(
+    state: State,
     x: Tensor,
-    handle: Tensor,
-    plan: CastPlan,
+    schemes: Sequence[Scheme],
     layout: Layout | None,
-    cache: Sequence[Tensor] = (),
-    is_gather: bool = False,
+    of: Sequence[int],
+    transposed: Sequence[bool],
 ) -> list[Tensor]:
-    """Call the operator :func:`look_up`; if the plan has copies, to cast as well."""
-    schemes = plan.schemes
-    groups = [] if cache else [*scaling.reduction_groups(schemes[0], layout)]
+    """Call the operator :func:`look_up`; if there are copies to make, to cast as well.
+
+    ``of``, ``transposed``: see :class:`fp8_dist.scaling.CastPlan`.
+    """
+    groups = [] if state.cache else [*scaling.reduction_groups(schemes[0], layout)]
     keys, start = [scheme.key for scheme in schemes], scaling.common_start(schemes, layout)
-    how = handle, keys, start, groups, is_gather, plan.of, plan.transposed
-    found: list[Tensor] = look_up.overload(x, cache, *how)
+    how = state.handle, keys, start, groups, state.is_gather, of, transposed
+    found: list[Tensor] = look_up.overload(x, state.cache, *how)
     return found

@@ -70,7 +70,7 @@ class CastPlan(NamedTuple):
         """The plan of the copies of one scheme, and their indices in this plan."""
         places = [n for n, of in enumerate(self.of) if of == index]
         transposed = tuple([self.transposed[n] for n in places])
-        return CastPlan((self.schemes[index],), (0,) * len(places), transposed), places
+        return CastPlan((self.schemes[index],), (0,) * len(places), transposed, self.packed), places
 
     def begins(self, other: "CastPlan") -> bool:
         """Whether the copies are the first ones of another plan."""

@@ -341,10 +341,10 @@ class Float8Weight:
                 known = dict(zip(self.schemes, statistics, strict=True))
                 for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
                     owner = None if scheme in plan.schemes else self  # the forward's was reported
-                    how = known[scheme], scheme, layout, owner, source.measures
+                    how = known[scheme], scheme, layout, owner, source.amax_from
                     uncast = Uncast(parameter, *how)
                 taken = [known[scheme] for scheme in plan.schemes]
-                source = Given(taken, source.measures, source.returns_amax)
+                source = Given(taken, source.amax_from)
             if plan.of:
                 copies, amax = cast_local(shard, plan, layout, source, use)
             else:  # the backward alone casts the weight

@@ -7,7 +7,7 @@ import torch
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Owner, Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import Given
+from fp8_dist.operand.sources import AmaxFrom, Given
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, transposed
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import StoredFloat8
@@ -26,7 +26,7 @@ class Uncast(NamedTuple):
         scheme: the scheme of the cast.
         layout: its layout.
         owner: the owner of the cast, for observers; None if they are not notified.
-        measures: see :class:`fp8_dist.operand.sources.Source`.
+        amax_from: see :class:`fp8_dist.operand.sources.Source`.
         transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
             the cast itself.
     """
@@ -36,7 +36,7 @@ class Uncast(NamedTuple):
     scheme: Scheme
     layout: Layout | None
     owner: Owner | None = None
-    measures: bool = False
+    amax_from: AmaxFrom = None
     transposed_to: Scheme | None = None
 
     def cast(self, depends_on: torch.Tensor | None = None) -> Quantized:
@@ -55,7 +55,7 @@ class Uncast(NamedTuple):
             use = None
             if self.owner is not None and is_observed():
                 use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
-            how = self.layout, Given([self.statistics], self.measures), use
+            how = self.layout, Given([self.statistics], self.amax_from), use
             (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)
