@@ -208,3 +208,18 @@ def test_reentrant_checkpointing_repeats_no_amax_of_a_weight(dp: int, tp: int) -
             output.sum().backward()
         found.append({op: ops.counts[op] for op in ("amax", "all_reduce")})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@on_ranks(2)
+def test_selective_checkpointing_finds_the_scales_of_precompute(recipe: str) -> None:
+    """FSDP2 gathers in high precision, so operators look the sharded parameter's scales up."""
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    world, counts = Distributed(1, 2, config=config, gather=False), []
+    x = world.mine(torch.randn(4, 8, 64)).requires_grad_()
+    for mode in ("none", "selective"):
+        precompute_float8_dynamic_scale(world.net)
+        with comm_audit(world.mesh) as audit:
+            forward(world.net, x, mode)
+        counts.append(audit.count("all_reduce"))
+    assert counts[0] == counts[1]

@@ -19,10 +19,16 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingType,
+    attach_update,
+    convert_to_float8_training,
+)
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
-from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput, apply_tp_plan
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
 
 
 def hybrid() -> dict[str, Any]:
@@ -270,3 +276,50 @@ def test_gradients_of_a_pipeline_are_those_of_one_device(
             optimizer.step()
             optimizer.zero_grad()
     return differ
+
+
+@on_ranks(2)
+def test_a_gathered_weight_that_the_backward_alone_casts_is_recorded() -> None:
+    off, cast = CastConfig(ScalingType.DISABLED), CastConfig(ScalingType.DELAYED)
+    config = Float8LinearConfig(
+        cast_config_input=off,
+        cast_config_weight=off,
+        cast_config_weight_for_grad_input=cast,
+        cast_config_input_for_grad_weight=CastConfig(),
+    )
+    layer = convert_to_float8_training(nn.Sequential(nn.Linear(32, 32, bias=False)), config=config)
+    fully_shard(layer, mesh=device_mesh(dp=2))
+    layer(torch.randn(16, 32, requires_grad=True)).sum().backward()
+    sync(layer)
+    assert max(amaxes(layer)["0.weight"]) == full(layer[0].weight).abs().max()
+
+
+class Pair(nn.Module):
+    """Two layers whose inputs are prepared together; or one that takes both inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.joins = False
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.q(torch.cat([x, y])) if self.joins else self.q(x) + self.k(y)
+
+
+@pytest.mark.parametrize("case", ["joined", "frozen"])
+@on_ranks(2)
+def test_inputs_that_share_a_history_have_the_largest_amax(case: str) -> None:
+    net, mesh = nn.Sequential(Pair()), device_mesh(tp=2)
+    convert_to_float8_training(net, config=DELAYED)
+    plan: dict[str, Any] = {f"0.{name}": Float8ColwiseParallel() for name in "qk"}
+    plan["0"] = PrepareFloat8ModuleInput(
+        input_layouts=(Shard(1),) * 2, desired_input_layouts=(Replicate(),) * 2
+    )
+    apply_tp_plan(net, mesh, plan)
+    net[0].k.weight.requires_grad_(case == "joined")
+    for amax in (3, 4):
+        net[0](torch.ones(2, 8, 32), amax * torch.ones(2, 8, 32)).sum().backward()
+        sync(net)
+        net.zero_grad()
+        net[0].joins = case == "joined"
+    assert amaxes(net)["0.q.prepared_input"] == [4, 3]

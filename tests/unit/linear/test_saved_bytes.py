@@ -1,5 +1,6 @@
 """The bytes that a layer saves for its backward: the input takes half as many as in bf16."""
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import pytest
@@ -10,6 +11,7 @@ from recipe_algebra import GEMMS, RECIPES, config_of, layer_of, step
 from reference import same_bits, saved_in
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
+from fp8_dist.debug import float8_stats
 from fp8_dist.weight.float8_weight import WeightOperands
 
 ROWS, FEATURES = 256, 256
@@ -122,3 +124,15 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
     assert packed
     for gemm in GEMMS:
         assert same_bits(expected[gemm], found[gemm]), gemm
+
+
+def test_layers_share_the_copy_of_an_input_while_it_is_observed() -> None:
+    x, w, _ = operands()
+    layers = nn.ModuleList([layer_of(config_of("tensorwise"), w) for _ in range(3)])
+    x.requires_grad_()
+    counts = []
+    for context in (nullcontext(), float8_stats(layers)):
+        with context:
+            _, tensors = saved_in(lambda: sum(layer(x) for layer in layers))
+        counts.append(len({storage(tensor) for tensor in tensors}))
+    assert counts[0] == counts[1]
