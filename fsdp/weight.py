@@ -32,7 +32,7 @@ from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import Given
+from fp8_dist.operand.sources import Given, Source
 from fp8_dist.scaling import Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import warn_once
@@ -143,7 +143,7 @@ def _cast_shard(sharded: KnownWeight, weight: Float8Weight) -> tuple[torch.Tenso
         # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
         weight.scales_ready.wait(stream)
     (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
-    source = weight.gather_source(cache)
+    source: Source = weight.gather_source(cache)
     scales: Scales = ()
     use = Use((weight,), "weight") if is_observed() else None
     # Autograd can't save inference tensors. (It records no operators on a detached shard.)

@@ -38,13 +38,13 @@ from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import FRESH, Given, Source, needs_op, register_handle
+from fp8_dist.operand.sources import FRESH, Given, Source, State, needs_op, register_handle
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.weight.agreement import check_placed
-from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight
+from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight, shared_schemes
 from fp8_dist.weight.local_placements import LocalPlacements
 from fp8_dist.weight.optimizer_steps import note_replaced
 from fp8_dist.weight.stored import StoredFloat8
@@ -367,29 +367,27 @@ class Float8Weight:
         if weight is None:
             return FRESH
         if needs_op():  # the operator redirects to the sharded parameter
-            return Known(self.handle, weight)
+            return Known(self, weight)
         return self._known(weight.check(parameter), layout)
 
-    def _known(self, weight: KnownWeight, layout: Layout) -> Known:
+    def _known(self, weight: KnownWeight, layout: Layout | None) -> Known:
         """The source of a parameter's statistics in eager code, given its local tensor."""
+        assert layout is not None
         kept = Kept(shared_schemes(self.schemes, layout), layout)
         if weight.has(AS_SHARDED):
             sharded, sharded_kept = local_tensor(self.master()), self.kept()
             if isinstance(sharded, KnownWeight) and sharded_kept is not None:
                 weight, kept = sharded.check(self.master()), sharded_kept
-        trains = self.module.training and bool(shared_schemes(self.schemes, kept.layout))
-        return Known(self.handle, weight, kept, None, trains, self.fqn)
+        return Known(self, weight, kept)
 
-    def gather_source(self, weight: KnownWeight) -> Source:
+    def gather_source(self, weight: KnownWeight) -> State:
         """The source of the statistics of FSDP2's gather, given the sharded local tensor."""
-        parameter, kept = self.master(), self.gather().kept
+        parameter = self.master()
         if (history := self.history) is not None:
             source = history if parameter.requires_grad else history.frozen
             source.is_gather = True
             return source
-        is_shared = kept.whole or bool(shared_schemes(self.schemes, kept.layout))
-        trains = self.module.training and is_shared
-        return Known(self.handle, weight.check(parameter), kept, parameter, trains, self.fqn)
+        return Known(self, weight.check(parameter), self.gather().kept, parameter)
 
     def look_up(
         self,
@@ -403,15 +401,10 @@ class Float8Weight:
         if is_gather:
             local = local_tensor(self.master())
             weight = local if isinstance(local, KnownWeight) else KnownWeight(x)
-            source = self.gather_source(weight)
-            assert isinstance(source, Known)
-            return source.read(x, schemes, None)
+            return self.gather_source(weight).read(x, schemes, None)
         self.compare("the first forward")
-        layout, (known, valid) = self.layout(), cache
-        assert layout is not None
-        return self._known(KnownWeight(x, known=known, valid=valid), layout).read(
-            x, schemes, layout
-        )
+        weight = KnownWeight(x, known=cache[0], valid=cache[1])
+        return self._known(weight, self.layout()).read(x, schemes, None)
 
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.
@@ -505,11 +498,6 @@ class Float8Weight:
                 "on the model (after convert_to_float8_training), let the parametrization return "
                 "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
             )
-
-
-def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
-    """The schemes whose scales cover values of several ranks."""
-    return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
 
 
 def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:

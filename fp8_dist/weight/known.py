@@ -97,40 +97,42 @@ class Kept(NamedTuple):
         return scaling.common_start(self.schemes, self.layout)
 
 
+def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
+    """The schemes whose scales cover values of several ranks."""
+    return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
+
+
 class Known(State):
     """The cached statistics of a weight; those that are not cached are measured.
 
     Args:
-        handle: the handle of the ``Float8Weight``.
+        owner: the ``Float8Weight``.
         weight: the local tensor that has the cache.
         kept: which statistics are cached; ``None`` in a graph, where an operator reads the cache.
         parameter: in a gather of FSDP2, the parameter of ``weight``, for which new statistics are
             cached; ``None`` in a forward.
-        trains: whether a step of training needs them, and they need other ranks.
-        fqn: the name of the module, for messages.
     """
 
     def __init__(
         self,
-        handle: Tensor,
+        owner: Any,
         weight: "KnownWeight",
         kept: Kept | None = None,
         parameter: Tensor | None = None,
-        trains: bool = False,
-        fqn: str = "",
     ) -> None:
-        self.handle, self.cache = handle, (weight.known, weight.valid)
+        self.handle, self.cache = owner.handle, (weight.known, weight.valid)
         self.is_gather = parameter is not None
-        self._weight, self._kept, self._parameter = weight, kept, parameter
-        self._trains, self._fqn = trains, fqn
+        self._owner, self._weight, self._kept, self._parameter = owner, weight, kept, parameter
 
     def read(self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None) -> list[Statistics]:
-        weight, kept, trains = self._weight, self._kept, self._trains
+        weight, kept, owner = self._weight, self._kept, self._owner
         assert kept is not None
         found = weight.recall(kept, x)
         if missing := [scheme for scheme in schemes if scheme not in found]:
+            needs_ranks = kept.whole or bool(shared_schemes(kept.schemes, kept.layout))
+            trains = owner.module.training and needs_ranks
             if trains and (weight.has(STALE) or weight.has(OUTDATED)):
-                _warn_of_stale(self._fqn)
+                _warn_of_stale(owner.fqn)
             new = measured(x, missing, kept.layout, kept.whole)
             found |= zip(missing, new, strict=True)
             if self._parameter is not None and not is_captured(x):
