@@ -39,4 +39,5 @@ from fp8_dist.scaling.scheme import (
     Statistics as Statistics,
     common_start as common_start,
     scheme_named as scheme_named,
+    shared_schemes as shared_schemes,
 )

@@ -469,6 +469,11 @@ def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
     return row, offset[-1] % _period(schemes, -1)
 
 
+def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
+    """The schemes whose scales cover values of several ranks."""
+    return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
+
+
 def scheme_named(key: str) -> Scheme:
     """Return the scheme with this key, which may come from another process.
 

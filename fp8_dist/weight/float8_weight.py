@@ -40,11 +40,11 @@ from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import FRESH, Given, Source, State, needs_op, register_handle
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, shared_schemes
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.weight.agreement import check_placed
-from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight, shared_schemes
+from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight
 from fp8_dist.weight.local_placements import LocalPlacements
 from fp8_dist.weight.optimizer_steps import note_replaced
 from fp8_dist.weight.stored import StoredFloat8
@@ -325,16 +325,16 @@ class Float8Weight:
             _check_gathered(self.schemes, local, self.fqn)
             gathered = quantized_as(local, self.schemes[0])
             return WeightOperands(gathered, gathered)
-        if not torch.compiler.is_compiling():
-            self._warn_if_flag_has_no_effect(parameter)
-            self.note_unsharded(parameter)
+        use, uncast, layout = None, None, self.layout(parameter)
+        if is_observed():
+            use = Use((self,), "weight", self.forward_layout(parameter))
         is_unsharded = self.fsdp is not None  # then no copy may outlive it
         gemms = _GEMMS if both and not is_unsharded else _GEMMS[:1]
         plan, places = self.copies(gemms, local.device)
-        layout, shard = self.layout(parameter), self.shard(parameter)
-        source, use, uncast = self.source(parameter), None, None
-        if is_observed():
-            use = Use((self,), "weight", self.forward_layout(parameter))
+        if not torch.compiler.is_compiling():
+            self._warn_if_flag_has_no_effect(parameter)
+            self.note_unsharded(parameter)
+        source, shard = self.source(parameter), KnownWeight.unwrap(local)
         with torch.no_grad():
             if is_unsharded:
                 statistics = source.statistics(shard, self.schemes, layout)

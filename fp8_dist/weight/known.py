@@ -36,7 +36,7 @@ from fp8_dist import scaling, torch_internals
 from fp8_dist.device import is_captured
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.sources import State, measured
-from fp8_dist.scaling import Scheme, Start, Statistics
+from fp8_dist.scaling import Scheme, Start, Statistics, shared_schemes
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import tree_leaves, tree_map_only, version_of
 from fp8_dist.weight.wrapper import MOVES, WrapperParameter
@@ -95,11 +95,6 @@ class Kept(NamedTuple):
     def start(self) -> Start:
         """The :func:`fp8_dist.scaling.common_start` of the schemes."""
         return scaling.common_start(self.schemes, self.layout)
-
-
-def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
-    """The schemes whose scales cover values of several ranks."""
-    return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
 
 
 class Known(State):
