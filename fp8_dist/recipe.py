@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from fp8_dist.kernels import takes_transposed
+from fp8_dist.kernels.gemm import takes_transposed
 from fp8_dist.scaling import CastPlan, Dense, Level, Scheme
 
 Operand = Literal["input", "weight", "grad_output"]

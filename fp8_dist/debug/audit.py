@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fp8_dist.debug.collectives import Collective, read_collective
 from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
-from fp8_dist.kernels import E2M1_X2
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.operand.sources import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor

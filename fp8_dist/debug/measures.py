@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8_dist.kernels import magnitudes
 from fp8_dist.kernels.cpu import upcast
+from fp8_dist.kernels.scale import magnitudes
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import Quantized
 

@@ -32,7 +32,7 @@ from fp8_dist.debug.measures import nothing
 from fp8_dist.debug.rows import Anomaly, AnomalyLimits
 from fp8_dist.debug.slots import Patterns, Slot, matching
 from fp8_dist.debug.statistics import StepObserver
-from fp8_dist.kernels import fp32_scales
+from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.mesh import Layout, local_pieces, this_rank
 from fp8_dist.operand.observers import Casts, Original, Owner, Product
 from fp8_dist.recipe import Operand

@@ -13,7 +13,7 @@ import torch
 
 from fp8_dist.debug.measures import Measures
 from fp8_dist.device import short_name
-from fp8_dist.kernels import E2M1_X2
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Scheme
 from fp8_dist.text import aligned, alike

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary

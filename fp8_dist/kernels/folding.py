@@ -71,7 +71,7 @@ def fold_groups(
         input_scale: t, ``[M]``; ``None`` if g2 is not needed.
         group: the layer of each row, int64 ``[M]``, in ascending order.
         groups: the number of layers, E.
-        source: write g2 as :func:`fp8_dist.kernels.transposed_groups` does.
+        source: write g2 as :func:`fp8_dist.kernels.grouped.transposed_groups` does.
 
     Returns:
         If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 ``[M, N]``, or

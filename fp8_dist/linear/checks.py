@@ -4,7 +4,8 @@ import torch
 from torch.distributed.tensor import Shard
 
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels import ALIGNMENT, needs_alignment
+from fp8_dist.kernels.gemm import needs_alignment
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.tensor import Float8Tensor
 

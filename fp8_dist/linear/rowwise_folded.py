@@ -43,10 +43,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import mesh
-from fp8_dist.kernels import amax, quantize, scaling_from_amax
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.kernels.folding import UNIT, fold_gradient, fold_weight_scale, row_amaxes, unit_scales
-from fp8_dist.kernels.quantization import as_matrix
+from fp8_dist.kernels.quantization import as_matrix, quantize
+from fp8_dist.kernels.scale import amax, scaling_from_amax
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand.observers import Owner, Use, is_observed, notify_cast
 from fp8_dist.recipe import Gemm

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fp8_dist.kernels import amax, amaxes, block_exponents, block_scaled_mm, scaled_mm
+from fp8_dist.kernels.blocks import block_exponents
+from fp8_dist.kernels.gemm import block_scaled_mm, scaled_mm
+from fp8_dist.kernels.scale import amax, amaxes
 from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
 from fp8_dist.moe.operators import grouped_mm_operator
 from fp8_dist.operand.sources import look_up

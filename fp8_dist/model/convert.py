@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import unwrap_float8_weights
-from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.linear import Float8Linear, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
 from fp8_dist.mesh import Placements, redistributed

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
-from fp8_dist.kernels import ALIGNMENT
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers

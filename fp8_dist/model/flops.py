@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fp8_dist.imports import AfterImport
-from fp8_dist.kernels import block_scaled_mm, scaled_mm
+from fp8_dist.kernels.gemm import block_scaled_mm, scaled_mm
 from fp8_dist.moe.operators import grouped_gradients_operator, grouped_mm_operator
 from fp8_dist.scaling.operators import multiply_operator
 

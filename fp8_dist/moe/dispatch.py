@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8_dist.kernels import Groups, custom_op
+from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist.device import autocast
-from fp8_dist.kernels import Groups
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.mesh import Layout, local_tensor, sharded_dim, this_rank
 from fp8_dist.moe import operators
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed

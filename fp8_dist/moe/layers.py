@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fp8_dist.config import check_config
-from fp8_dist.kernels import Groups, custom_op
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
 from fp8_dist.moe.functions import Weight, cast_weight, combined_product, grouped_product

@@ -23,9 +23,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_dist import kernels
-from fp8_dist.kernels import ALIGNMENT, Groups, custom_op
-from fp8_dist.kernels.folding import UNIT
+from fp8_dist.kernels import grouped
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.folding import UNIT, fold_groups, unit_scales
+from fp8_dist.kernels.gemm import GemmOptions
+from fp8_dist.kernels.grouped import Groups
+from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
@@ -82,14 +85,14 @@ def _grouped_mm(
     emulate: bool,
 ) -> Tensor:
     n, k = dims = weights.qdata.shape[1:]
-    if kernels.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
+    if grouped.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
         if rows.scheme.is_recast_for_rows:
             wide = _as_bf16(weights)
             return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
         data, scale = weights.qdata, weights.scales[0]
         if transpose:
             data, scale = data.mT, scale.mT
-        return kernels.grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
+        return grouped.grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
     product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
     for group in groups.slices():
         left, right = _part_of_expert(rows, *group), _part_of_expert(weights, *group)
@@ -143,7 +146,7 @@ def _grouped_gradients(
     """Compute the gradients that are needed."""
     grad, _, weights = operands
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
-    at_once = kernels.has_grouped_gemm(grad.qdata, dims, dtypes[1], emulate) and (
+    at_once = grouped.has_grouped_gemm(grad.qdata, dims, dtypes[1], emulate) and (
         blocks or pads or groups.is_aligned(ALIGNMENT)
     )
     source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
@@ -156,7 +159,7 @@ def _grouped_gradients(
         left, right = for_weights[:: -1 if is_transposed else 1]
         if source is not None:
             scales = left.scales[0], right.scales[0]
-            sums = kernels.grouped_scaled_sums(left.qdata, right.qdata, *scales, groups)
+            sums = grouped.grouped_scaled_sums(left.qdata, right.qdata, *scales, groups)
         elif at_once:
             sums = _sums_of_blocks(left, right, groups)
         else:
@@ -180,7 +183,7 @@ def _sums(
 ) -> Tensor:
     """Multiply ``[N, R]`` by ``[R, K]`` for each expert's rows, one expert after the other."""
     shape = len(groups.counts), left.qdata.shape[1], right.qdata.shape[1]
-    sums = kernels.without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
+    sums = grouped.without_empty(left.qdata.new_empty(shape, dtype=out_dtype), groups)
     for group in groups.slices():
         parts = [_part_of_expert(operand, *group) for operand in (left, right)]
         a, b = (part.scheme.for_rows(part, None) for part in parts)
@@ -206,7 +209,7 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
         return padded.scheme.for_rows(padded, None)
 
     a, b = reblocked(left), reblocked(right)
-    return kernels.without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
+    return grouped.without_empty(F.grouped_mm(_as_bf16(a).t(), _as_bf16(b), offs=ends), groups)
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
@@ -225,7 +228,7 @@ def _gradient_operands(
     """Return the operands of both gradient GEMMs, with scales folded where they must be.
 
     ``source``: transpose the operands of grad_weight, as
-    :func:`fp8_dist.kernels.transposed_groups`.
+    :func:`fp8_dist.kernels.grouped.transposed_groups`.
     """
     grad, input, weights = operands
     for_rows, for_weights = (grad, weights), (grad, input)
@@ -234,15 +237,15 @@ def _gradient_operands(
     t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
     if s is None and t is None:
         return for_rows, for_weights
-    ones, experts = kernels.unit_scales(input.qdata), len(groups.counts)
+    ones, experts = unit_scales(input.qdata), len(groups.counts)
     gradient, expert_of_row = (grad.qdata, grad.scales[0]), groups.group_of_row
-    folded = iter(kernels.fold_groups(*gradient, s, t, expert_of_row, experts, source))
+    folded = iter(fold_groups(*gradient, s, t, expert_of_row, experts, source))
     if s is not None:
         left = Quantized(next(folded), (next(folded),), scheme)
         for_rows = left, _after_folding(weights, ones)
     if t is not None:
         left = Quantized(next(folded), (next(folded).unsqueeze(1),), scheme.for_row_contraction)
-        data = input.qdata if source is None else kernels.transposed_groups(input.qdata, source)
+        data = input.qdata if source is None else grouped.transposed_groups(input.qdata, source)
         for_weights = left, _after_folding(input._replace(qdata=data), ones)
     return for_rows, for_weights
 
@@ -259,7 +262,7 @@ def _folded_parts(
     fold = (weights.scales[0].flatten(1) * UNIT).index_select(0, groups.group_of_row)
     folded = cast_once(layout.wrap(dequantize(grad) * fold), grad.scheme)
     left = folded._replace(scales=(folded.scales[0] / UNIT,))
-    return left, _after_folding(weights, kernels.unit_scales(weights.qdata))
+    return left, _after_folding(weights, unit_scales(weights.qdata))
 
 
 def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> Quantized:
@@ -277,7 +280,7 @@ def _part_of_expert(operand: Quantized, expert: int, begin: int, count: int) -> 
     return operand._replace(qdata=data, scales=scales)
 
 
-def _options(emulate: bool) -> kernels.GemmOptions:
+def _options(emulate: bool) -> GemmOptions:
     # Some experts have few rows, so the sizes are padded where a device requires that.
     return False, True, emulate, False
 

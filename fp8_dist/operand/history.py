@@ -43,7 +43,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from fp8_dist.device import is_captured
-from fp8_dist.kernels import amax
+from fp8_dist.kernels.scale import amax
 from fp8_dist.mesh import all_reduce_max, groups_over
 from fp8_dist.operand.sources import State, owner_of, query, register_handle
 from fp8_dist.scaling import Dense, Scheme, Statistics

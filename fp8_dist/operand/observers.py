@@ -17,7 +17,7 @@ import torch
 
 from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.kernels import Groups
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.mesh import Layout
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized, Scheme

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fp8_dist import scaling
-from fp8_dist.kernels import CustomOp
+from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.scaling.operators import cast_operator, empty_cast

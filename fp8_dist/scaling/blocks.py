@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fp8_dist import mesh
 from fp8_dist.device import fuses_casts
-from fp8_dist.kernels import GemmOptions, block_scaled_mm, fp32_blocks, takes_transposed
 from fp8_dist.kernels import blocks as kernels
+from fp8_dist.kernels import fp32_blocks
+from fp8_dist.kernels.gemm import GemmOptions, block_scaled_mm, takes_transposed
 from fp8_dist.kernels.quantization import transposed_copy
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start

@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist import kernels
 from fp8_dist.device import fuses_casts, rounds_to, stores_transposed
-from fp8_dist.kernels import ALIGNMENT, GemmOptions
+from fp8_dist.kernels import gemm, quantization
+from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, fusible_amax, scaling_from_amax
 from fp8_dist.scaling.level import DimsLevel, Level, Start
 from fp8_dist.scaling.scheme import CastPlan, Quantized, Scales, Scheme, Statistics
 from fp8_dist.torch_internals import is_exporting, statically_known_true
@@ -87,24 +87,25 @@ class Dense(Scheme):
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
         if self._is_cast_by_rows(x):
-            return (kernels.amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
-        return (kernels.amax(x, self.levels[0].covered_dims(x.ndim)),)
+            return (amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
+        return (amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
-        return (kernels.fusible_amax(x),) if self._is_fusible(x) else None
+        return (fusible_amax(x),) if self._is_fusible(x) else None
 
     def fusible_cast(
         self, x: Tensor, statistics: Statistics, transposed: Sequence[bool], saturate: bool
     ) -> tuple[Scales, list[Tensor]] | None:
         if self.power_of_2 or not self._is_fusible(x) or not rounds_to(self.dtype, x.device):
             return None  # logarithms and conversions in Inductor's kernels give other bits
-        rows = math.prod(x.shape[:-1])
-        if True in transposed and not (
-            stores_transposed(x.device) and statically_known_true(rows % ALIGNMENT == 0)
-        ):
-            return None
+        if True in transposed:
+            rows = math.prod(x.shape[:-1])
+            is_aligned = statically_known_true(rows % quantization.ALIGNMENT == 0)
+            if not (is_aligned and stores_transposed(x.device)):
+                return None
         (value,) = statistics
-        scale, *data = kernels.fusible_copies(x, value, self.dtype, transposed, saturate=saturate)
+        how = self.dtype, transposed
+        scale, *data = quantization.fusible_copies(x, value, *how, saturate=saturate)
         return (scale,), data
 
     def _is_fusible(self, x: Tensor) -> bool:
@@ -116,12 +117,12 @@ class Dense(Scheme):
         if self.per not in ("tensor", "row"):
             return super().measure_each(xs, starts)
         shapes = [self.levels[0].shape(x.shape) for x in xs]
-        values = kernels.amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
+        values = amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
         parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (kernels.scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
+        return (scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
 
     def cast(
         self,
@@ -132,14 +133,14 @@ class Dense(Scheme):
         saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
         if statistics is None and self.fuses(x):
-            value, scale, *data = kernels.cast_rows(x, self.dtype, self.power_of_2, transposed)
+            value, scale, *data = quantization.cast_rows(x, self.dtype, self.power_of_2, transposed)
             return (value,), (scale,), data
         saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics
         by_rows = self._is_cast_by_rows(x)
         amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
         how = self.dtype, self.power_of_2, [0] * len(transposed), transposed
-        scale, *data = kernels.cast_copies(x, amaxes, *how, saturate=saturate)
+        scale, *data = quantization.cast_copies(x, amaxes, *how, saturate=saturate)
         if by_rows:
             scale = scale[..., :1, :].contiguous()
         return known, (scale,), data
@@ -154,7 +155,7 @@ class Dense(Scheme):
             the amax.
         """
         how = self.dtype, self.power_of_2, transposed
-        value, _, scale, *data = kernels.cast_and_measure(x, statistics[0], *how)
+        value, _, scale, *data = quantization.cast_and_measure(x, statistics[0], *how)
         return [(scale,)], data, value
 
     def _is_cast_by_rows(self, x: Tensor) -> bool:
@@ -165,16 +166,16 @@ class Dense(Scheme):
         return self.per == "row" and fuses_casts(x)
 
     def multiply(
-        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: gemm.GemmOptions
     ) -> Tensor:
         (a,), (b,) = left.scales, right.scales
-        return kernels.scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+        return gemm.scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
     def fusible_product(
-        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: GemmOptions
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: gemm.GemmOptions
     ) -> Tensor | None:
         (a,), (b,) = left.scales, right.scales
-        return kernels.fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
+        return gemm.fusible_scaled_mm(left.qdata, right.qdata, a, b, out_dtype, options)
 
 
 def measure_together(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
@@ -184,7 +185,7 @@ def measure_together(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list
     kinds = _in_one_pass(schemes)
     if kinds is None:
         return [scheme.measure(x, start) for scheme in schemes]
-    return [(value,) for value in kernels.amaxes(x, [kind.per for kind in kinds])]
+    return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
 
 
 def cast_in_one_pass(
@@ -198,7 +199,7 @@ def cast_in_one_pass(
     if kinds is None or len({(kind.dtype, kind.power_of_2) for kind in kinds}) > 1:
         return None
     values, how = [value for (value,) in statistics], (kinds[0].dtype, kinds[0].power_of_2)
-    flat = kernels.cast_copies(x, values, *how, plan.of, plan.transposed, saturate=saturate)
+    flat = quantization.cast_copies(x, values, *how, plan.of, plan.transposed, saturate=saturate)
     return [(scale,) for scale in flat[: len(kinds)]], flat[len(kinds) :]
 
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from fp8_dist import torch_internals
-from fp8_dist.kernels import GemmOptions, custom_op, empty_copies
+from fp8_dist.kernels.custom_op import custom_op
+from fp8_dist.kernels.gemm import GemmOptions
+from fp8_dist.kernels.quantization import empty_copies
 from fp8_dist.scaling.blocks import matrix_operand, transposed
 from fp8_dist.scaling.dense import Dense, cast_in_one_pass, measure_together
 from fp8_dist.scaling.level import Level, Start

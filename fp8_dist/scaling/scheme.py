@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from fp8_dist import mesh
-from fp8_dist.kernels import GemmOptions, fp32_scales, transposed_copy
-from fp8_dist.kernels.blocks import blocks_along, expanded
+from fp8_dist.kernels.blocks import blocks_along, expanded, fp32_scales
+from fp8_dist.kernels.gemm import GemmOptions
+from fp8_dist.kernels.quantization import transposed_copy
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling.level import Level, Start, axes_of_level
 from fp8_dist.torch_internals import cached_but_in_graphs

@@ -30,10 +30,11 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist import fsdp_internals, kernels, mesh
+from fp8_dist import fsdp_internals, mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.device import QueuedWork, is_float8
+from fp8_dist.kernels import scale
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
@@ -350,7 +351,7 @@ class Float8Weight:
             else:  # the backward alone casts the weight
                 copies, amax = (), None
                 if is_unsharded and self.history is not None:
-                    amax = kernels.amax(shard)
+                    amax = scale.amax(shard)
         if amax is not None and self.history is not None and not torch.compiler.is_compiling():
             self.history.last, amax = amax, None
         casts = [None if place is None else copies[place] for place in places]

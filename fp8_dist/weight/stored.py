@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fp8_dist.kernels import E2M1_X2
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.scaling import Scheme, unpack
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 from fp8_dist.weight import wrapper

@@ -15,7 +15,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from fp8_dist.device import is_float8
-from fp8_dist.kernels import fp32_scales
+from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.mesh import (
     Layout,
     has_strided_placements,

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from fp8_dist import kernels
 from fp8_dist.device import short_name
-from fp8_dist.kernels import E2M1_X2, CustomOp, Groups, e2m1, encoding, folding
 from fp8_dist.kernels import blocks as block_kernels
+from fp8_dist.kernels import e2m1, encoding, folding, grouped, quantization, scale
 from fp8_dist.kernels.cuda import triton as package
 from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.custom_op import CustomOp
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.kernels.scale import INTEGERS
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -107,7 +108,7 @@ def views(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def amax_calls(m: int, k: int) -> Calls:
     """Calls for amaxes of a tensor, of rows, of columns and of many tensors, and for scales."""
-    x, amax = special(m, k), kernels.amax
+    x, amax = special(m, k), scale.amax
     calls = {f"amax along {dims}": call(amax, x, dims) for dims in (None, [0], [1])}
     calls["amax of finite values"] = call(amax, ordinary(m, k))
     for name, view in views(x):
@@ -115,22 +116,22 @@ def amax_calls(m: int, k: int) -> Calls:
     for dtype in (FP16, FP32):
         calls[f"amax {short_name(dtype)}"] = call(amax, ordinary(m, k, dtype))
         calls[f"amax along [1] {short_name(dtype)}"] = call(amax, special(m, k, dtype), [1])
-    calls["amaxes"] = call(kernels.amaxes, x, ["row", "column"])
+    calls["amaxes"] = call(scale.amaxes, x, ["row", "column"])
     others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
     for name, by_row in {"": False, " by rows": True}.items():
-        calls[f"amax_of_tensors{name}"] = call(kernels.amax_of_tensors, x, others, by_row)
+        calls[f"amax_of_tensors{name}"] = call(scale.amax_of_tensors, x, others, by_row)
     amaxes = amax.portable(special(m, 8, FP32), [1])
     amaxes[10], amaxes[11], amaxes[12] = 0.0, 1e-13, 1e-40
     for dtype, power in ((E4M3, True), (E5M2, False)):
         name = f"scaling_from_amax {short_name(dtype)}"
-        calls[name] = call(kernels.scaling_from_amax, amaxes, dtype, power)
+        calls[name] = call(scale.scaling_from_amax, amaxes, dtype, power)
     return calls
 
 
 def cast_calls(m: int, k: int) -> Calls:
     """Calls that cast with fp32 scales, per tensor or row."""
-    x, s, cast, of = ordinary(m, k), special(m, k), kernels.cast_copies, [0, 0]
-    one, calls = kernels.amax.portable(x), {}
+    x, s, cast, of = ordinary(m, k), special(m, k), quantization.cast_copies, [0, 0]
+    one, calls = scale.amax.portable(x), {}
     for dtype in (E4M3, E5M2):
         name = f"cast_copies {short_name(dtype)} both layouts"
         calls[name] = call(cast, x, [one], dtype, False, of, BOTH)
@@ -138,32 +139,32 @@ def cast_calls(m: int, k: int) -> Calls:
     for name, view in views(x):
         calls[f"cast_copies {name}"] = call(cast, view, [one], E5M2, False, of, BOTH)
     calls["cast_copies transposed"] = call(cast, x, [one], E4M3, False, [0], [True])
-    rows, columns = kernels.amaxes.portable(s, ["row", "column"])
+    rows, columns = scale.amaxes.portable(s, ["row", "column"])
     calls["cast_copies by rows"] = call(cast, s, [rows], E4M3, True, [0], [False])
     calls["cast_copies by columns"] = call(cast, s, [columns], E4M3, False, of, BOTH)
     for high, dtype in ((BF16, E4M3), (FP16, E4M3), (FP32, E5M2)):
         wide, name = special(m, k, high), f"{short_name(high)} to {short_name(dtype)}"
-        each = kernels.amaxes.portable(wide, ["row", "column"])
+        each = scale.amaxes.portable(wide, ["row", "column"])
         calls[f"cast_copies by both {name}"] = call(cast, wide, each, dtype, True, [0, 1], BOTH)
         saturated = call(cast, wide, [one / 8], dtype, False, of, BOTH, saturate=True)
         calls[f"cast_copies saturated {name}"] = saturated
-        calls[f"cast_rows {name}"] = call(kernels.cast_rows, wide, dtype, True, [False])
+        calls[f"cast_rows {name}"] = call(quantization.cast_rows, wide, dtype, True, [False])
         # (With non-finite values its codes are unspecified.)
         args = ordinary(m, k, high), one / 2, dtype, True, BOTH
-        calls[f"cast_and_measure {name}"] = call(kernels.cast_and_measure, *args)
-    calls["cast_and_measure e5m2"] = call(kernels.cast_and_measure, x, one, E5M2, False, BOTH)
-    calls["cast_rows both layouts"] = call(kernels.cast_rows, s, E4M3, False, BOTH)
+        calls[f"cast_and_measure {name}"] = call(quantization.cast_and_measure, *args)
+    calls["cast_and_measure e5m2"] = call(quantization.cast_and_measure, x, one, E5M2, False, BOTH)
+    calls["cast_rows both layouts"] = call(quantization.cast_rows, s, E4M3, False, BOTH)
     long = ordinary(3, 16400)  # rows too long for registers
-    calls["cast_rows long"] = call(kernels.cast_rows, long, E4M3, True, [False])
-    calls["quantize"] = call(kernels.quantize, x, torch.tensor(1e3), E5M2)
-    calls["quantize by columns"] = call(kernels.quantize, s, 448 / columns, E4M3)
+    calls["cast_rows long"] = call(quantization.cast_rows, long, E4M3, True, [False])
+    calls["quantize"] = call(quantization.quantize, x, torch.tensor(1e3), E5M2)
+    calls["quantize by columns"] = call(quantization.quantize, s, 448 / columns, E4M3)
     return calls
 
 
 def scales_of_rows(m: int) -> Tensor:
     """Power-of-two scales of rows."""
     x = ordinary(m, 8, FP32) * 8.0 ** torch.randn(m, 1)
-    return kernels.scaling_from_amax.portable(kernels.amax.portable(x, [1]), E4M3, True)[1].view(-1)
+    return scale.scaling_from_amax.portable(scale.amax.portable(x, [1]), E4M3, True)[1].view(-1)
 
 
 def fold_calls(m: int, k: int) -> Calls:
@@ -177,14 +178,14 @@ def fold_calls(m: int, k: int) -> Calls:
     calls["fold_gradient of the input"] = call(fold, ordinary(m, k), E4M3, None, t, True)
     # Empty groups, a group of one row, and groups that end inside a tile.
     counts = torch.tensor([0, 1, 15, 17, m - 33, 0])
-    groups = Groups.of(counts, counts, m)
-    _, scale, data = kernels.cast_rows.portable(special(m, k), E4M3, True, [False])
+    groups = grouped.Groups.of(counts, counts, m)
+    _, scale, data = quantization.cast_rows.portable(special(m, k), E4M3, True, [False])
     s, source = scales_of_rows(6 * k).view(6, k), groups.padded(16).source
-    of, rest = (kernels.fold_groups, data, scale), (groups.group_of_row, 6)
+    of, rest = (folding.fold_groups, data, scale), (groups.group_of_row, 6)
     calls["fold_groups"] = call(*of, s, t, *rest, source)
     calls["fold_groups of the weight"] = call(*of, s, None, *rest)
     calls["fold_groups of the input"] = call(*of, None, t, *rest, source)
-    calls["transposed_groups"] = call(kernels.transposed_groups, data, source)
+    calls["transposed_groups"] = call(grouped.transposed_groups, data, source)
     return calls
 
 
@@ -229,10 +230,10 @@ def block_calls(m: int, k: int) -> Calls:
 def gemm_calls(m: int, k: int) -> Calls:
     """Calls that prepare the operands of GEMMs."""
     data = ordinary(m, k).to(E4M3)
-    calls = {"transposed_copy": call(kernels.transposed_copy, data)}
-    calls["transposed_copy to 128"] = call(kernels.transposed_copy, data, 128)
+    calls = {"transposed_copy": call(quantization.transposed_copy, data)}
+    calls["transposed_copy to 128"] = call(quantization.transposed_copy, data, 128)
     stacked = data.view(torch.uint8)[: m // 3 * 3].view(3, -1, k).view(E5M2)
-    calls["transposed_copy of three"] = call(kernels.transposed_copy, stacked)
+    calls["transposed_copy of three"] = call(quantization.transposed_copy, stacked)
     return calls
 
 

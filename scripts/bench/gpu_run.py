@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
-from fp8_dist.kernels import block_scaled_mm
 from fp8_dist.kernels.cuda import gemm
 from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.gemm import block_scaled_mm
 from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench import gpu_results
 from scripts.bench.gpu_results import Result, shown

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.utils._pytree import tree_leaves
 
-from fp8_dist import kernels
 from fp8_dist.device import short_name, stores_transposed
-from fp8_dist.kernels import CustomOp
+from fp8_dist.kernels import quantization, scale
 from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.scale import INTEGERS
 from scripts.bench import gpu_operators, gpu_results
 from scripts.bench.gpu_operators import BF16, BOTH, E4M3, E5M2, FP16, FP32, Call, moved
@@ -176,11 +176,11 @@ def casts(x: Tensor, y: Tensor, dtype: torch.dtype, saturates: bool, fused: bool
     high = x * y
     largest = high[1:] if saturates else high
     if fused and stores_transposed(x.device):
-        known = kernels.fusible_amax(largest)
-        copies = kernels.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
+        known = scale.fusible_amax(largest)
+        copies = quantization.fusible_copies(high, known, dtype, BOTH, saturate=saturates)
     else:
-        known, of = kernels.amax(largest), [0, 0]
-        copies = kernels.cast_copies(high, [known], dtype, False, of, BOTH, saturate=saturates)
+        known, of = scale.amax(largest), [0, 0]
+        copies = quantization.cast_copies(high, [known], dtype, False, of, BOTH, saturate=saturates)
     return {"scale": copies[0], "rows": copies[1], "transposed": copies[2]}
 
 

@@ -38,7 +38,9 @@ from fp8_dist import (
 from fp8_dist import recipe as recipes
 from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommTable
-from fp8_dist.kernels import amax, cast_copies, fusible_amax, fusible_copies, gemm
+from fp8_dist.kernels import gemm
+from fp8_dist.kernels.quantization import cast_copies, fusible_copies
+from fp8_dist.kernels.scale import amax, fusible_amax
 from fp8_dist.scaling import dense
 from fp8_dist.scaling.operators import multiply_operator
 

@@ -27,7 +27,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import comm_audit, float8_stats
-from fp8_dist.kernels import E2M1_X2
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import (
     Float8ExpertsConfig,

@@ -20,7 +20,7 @@ from reference import same_bits
 from torch._inductor.async_compile import AsyncCompile
 
 from fp8_dist import device
-from fp8_dist.kernels import cast_copies
+from fp8_dist.kernels.quantization import cast_copies
 from fp8_dist.scaling import CastPlan, Dense, cast, dense
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")

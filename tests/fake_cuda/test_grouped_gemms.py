@@ -7,7 +7,7 @@ from fake_cuda.device import fake_tensors
 from fake_cuda.experts import ExpertsShape, count_experts
 from fake_cuda.process import FakeCudaProcess
 
-from fp8_dist.kernels import Groups
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 from scripts.common.recipes import BF16

@@ -16,9 +16,10 @@ from fake_cuda.layer import (
 from fake_cuda.process import FakeCudaProcess
 from torch_releases import RELEASE
 
-from fp8_dist.kernels import CustomOp, blocks, folding, gemm, quantization, scale
+from fp8_dist.kernels import blocks, folding, gemm, quantization, scale
 from fp8_dist.kernels.cuda import triton
 from fp8_dist.kernels.cuda.triton import launch
+from fp8_dist.kernels.custom_op import CustomOp
 from scripts.common.recipes import BF16, OURS
 
 SHAPE = LayerShape()

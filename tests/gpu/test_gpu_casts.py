@@ -11,8 +11,8 @@ from reference import same_values
 from rounding_kernels import decoded, encoded
 
 from fp8_dist import CastConfig, ScalingGranularity, cast_to_float8
-from fp8_dist.kernels import amax
 from fp8_dist.kernels.blocks import cast_blocks
+from fp8_dist.kernels.scale import amax
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 

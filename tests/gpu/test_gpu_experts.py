@@ -7,7 +7,7 @@ import pytest
 import torch
 from reference import sqnr
 
-from fp8_dist.kernels import Groups
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe import Float8ExpertsConfig, Routing, dispatch_linear, linear_combine, route
 from fp8_dist.moe.config import ExpertsRecipe
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from fp8_dist.kernels import CustomOp
 from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.custom_op import CustomOp
 from scripts.bench import (
     gpu,
     gpu_operators,

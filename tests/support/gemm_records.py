@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fp8_dist import Float8Tensor
-from fp8_dist.kernels import GemmOptions
+from fp8_dist.kernels.gemm import GemmOptions
 from fp8_dist.operand.observers import Observer, Owner, Product, observed_by
 from fp8_dist.recipe import Gemm
 from fp8_dist.scaling import matrices

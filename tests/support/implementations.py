@@ -8,7 +8,7 @@ import torch
 from reference import same_values
 from torch.utils._pytree import tree_map_only
 
-from fp8_dist.kernels import CustomOp, cuda
+from fp8_dist.kernels import cuda, custom_op
 from fp8_dist.kernels.cuda.triton import launch
 
 assert cuda.HAS_TRITON
@@ -20,12 +20,12 @@ def matrix(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(shape) * 4.0 ** (3 * torch.randn(shape)).clamp(-8, 5)).to(DEVICE, dtype)
 
 
-def implementation(op: CustomOp[..., Any]) -> Callable[..., Any]:
+def implementation(op: custom_op.CustomOp[..., Any]) -> Callable[..., Any]:
     """The implementation that is registered for CUDA devices."""
     return op.implementations["cuda"]
 
 
-def check_operator(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
+def check_operator(op: custom_op.CustomOp[..., Any], *args: Any, **kwargs: Any) -> None:
     """Check that an implementation has the bits, shapes and dtypes of the portable one on CPUs."""
     found = implementation(op)(*args, **kwargs)
     expected = op.portable(*tree_map_only(torch.Tensor, torch.Tensor.cpu, args), **kwargs)

@@ -10,7 +10,7 @@ import torch
 from fake_cuda import inductor
 from fake_cuda.device import FakeCudaMode
 
-from fp8_dist.kernels import fusible_copies
+from fp8_dist.kernels.quantization import fusible_copies
 
 
 def product_as_float8(

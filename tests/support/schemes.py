@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fp8_dist import CastConfig, Float8LinearConfig
-from fp8_dist.kernels import scaling_from_amax
+from fp8_dist.kernels.scale import scaling_from_amax
 from fp8_dist.scaling import Level, Scales, Scheme, Start, Statistics
 
 

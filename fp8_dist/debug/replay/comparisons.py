@@ -15,9 +15,9 @@ from torch import Tensor
 from fp8_dist.debug.measures import Measures, measure_casts
 from fp8_dist.debug.recording import Record
 from fp8_dist.debug.rows import CastStats
-from fp8_dist.kernels import Groups
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.folding import fold_gradient
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.mesh import narrowed, regions, taken
 from fp8_dist.moe import operators
 from fp8_dist.operand.prepare import cast_once

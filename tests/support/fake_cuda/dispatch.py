@@ -17,7 +17,8 @@ from fake_cuda.layer import LayerShape
 from fake_cuda.process import built
 from fake_cuda.triton_kernels import launch_nothing
 from fp8_dist import Float8Linear
-from fp8_dist.kernels import amax, cast_copies
+from fp8_dist.kernels.quantization import cast_copies
+from fp8_dist.kernels.scale import amax
 from scripts.bench.layers import Layer
 from scripts.bench.timing import Timed, medians
 from scripts.common.candidates import linear_of

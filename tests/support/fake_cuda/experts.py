@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import fake_tensors
-from fp8_dist.kernels import Groups
+from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe import Float8ExpertsConfig
 from fp8_dist.moe.functions import cast_weight, grouped_product
 from scripts.common.recipes import BF16

@@ -10,7 +10,6 @@ import torch
 from reference import reference_blocks, same_bits, sqnr
 from torch.nn.functional import pad
 
-from fp8_dist.kernels import block_scaled_mm
 from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
@@ -19,6 +18,7 @@ from fp8_dist.kernels.blocks import (
     quantize_block_copies,
     reblock,
 )
+from fp8_dist.kernels.gemm import block_scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

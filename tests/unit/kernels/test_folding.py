@@ -8,8 +8,8 @@ import torch
 from reference import same_bits, same_values
 from torch import Tensor
 
-from fp8_dist.kernels import cast_rows, fold_groups
-from fp8_dist.kernels.folding import fold_gradient
+from fp8_dist.kernels.folding import fold_gradient, fold_groups
+from fp8_dist.kernels.quantization import cast_rows
 
 E4M3 = torch.float8_e4m3fn
 

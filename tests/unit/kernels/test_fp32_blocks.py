@@ -9,7 +9,7 @@ from reference import same_bits, sqnr
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, ScalingGranularity, convert_to_float8_training
-from fp8_dist.kernels import fp32_scales
+from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Fp32Blocks, Scheme
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from reference import reference_cast, same_bits, same_cast
 
 from fp8_dist import CastConfig, ScalingType, cast_to_float8
-from fp8_dist.kernels import amax, quantize, scaling_from_amax
+from fp8_dist.kernels.quantization import quantize
+from fp8_dist.kernels.scale import amax, scaling_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

@@ -13,8 +13,8 @@ from torchao.prototype.blockwise_fp8_training.kernels import (
 from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
 
 from fp8_dist import Float8LinearConfig
-from fp8_dist.kernels import E2M1_X2
 from fp8_dist.kernels.blocks import powers_of_2
+from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Blocks, Mxfp4, Scheme
 

@@ -13,23 +13,19 @@ from implementations import DEVICE, check_operator, implementation, matrix, note
 from reference import same_bits
 from torch.nn.functional import pad
 
-from fp8_dist import kernels
 from fp8_dist.device import FLOAT8_DTYPES
-from fp8_dist.kernels import (
-    Groups,
-    amax,
-    amax_of_tensors,
+from fp8_dist.kernels import scale
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
+from fp8_dist.kernels.folding import fold_gradient, fold_groups
+from fp8_dist.kernels.grouped import Groups, transposed_groups
+from fp8_dist.kernels.quantization import (
     cast_and_measure,
     cast_copies,
     cast_rows,
-    fold_groups,
     quantize,
-    scaling_from_amax,
     transposed_copy,
-    transposed_groups,
 )
-from fp8_dist.kernels.cuda.triton.launch import DTYPES
-from fp8_dist.kernels.folding import fold_gradient
+from fp8_dist.kernels.scale import amax, amax_of_tensors, scaling_from_amax
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROW, COLUMN, TENSOR = "row", "column", "tensor"
@@ -73,8 +69,8 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
         check_operator(amax, x, dims)
         assert (implementation(amax)(x, dims).view(torch.int32) >= 0).all()
     for covers, of, transposed in COPIES:
-        check_operator(kernels.amaxes, x, covers)
-        values = kernels.amaxes.portable(x, covers)
+        check_operator(scale.amaxes, x, covers)
+        values = scale.amaxes.portable(x, covers)
         check_operator(cast_copies, x, values, dtype, power_of_2, of, transposed)
         for each in values:
             multiplier, _ = scaling_from_amax.portable(each, dtype, power_of_2)
@@ -260,8 +256,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
             check_operator(quantize, x, m, E4M3, saturate=saturate)
     known = torch.tensor(3.0, device=DEVICE)
     for covers, of, transposed in MIXED:
-        check_operator(kernels.amaxes, x, covers)
-        amaxes = kernels.amaxes(x, covers)
+        check_operator(scale.amaxes, x, covers)
+        amaxes = scale.amaxes(x, covers)
         check_operator(cast_copies, x, amaxes, E4M3, True, of, transposed)
         check_operator(cast_copies, x * 2, amaxes, E4M3, False, of, transposed, saturate=True)
         layouts = list(dict.fromkeys(transposed))
@@ -286,7 +282,7 @@ def test_a_value_that_is_not_finite_poisons_a_scale_that_was_known(value: float)
 @pytest.mark.parametrize("rows", [4, 33])
 def test_results_that_graphs_get_are_aligned(rows: int) -> None:
     x = torch.randn(rows, 32, device=DEVICE)
-    for values in implementation(kernels.amaxes)(x, [ROW, COLUMN]):
+    for values in implementation(scale.amaxes)(x, [ROW, COLUMN]):
         assert values.storage_offset() * values.itemsize % 16 == 0
 
 
@@ -296,8 +292,8 @@ def test_another_default_dtype() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         for covers, of, transposed in MIXED:
-            check_operator(cast_copies, x, kernels.amaxes(x, covers), E4M3, True, of, transposed)
-        check_operator(kernels.amaxes, x, [ROW, TENSOR])
+            check_operator(cast_copies, x, scale.amaxes(x, covers), E4M3, True, of, transposed)
+        check_operator(scale.amaxes, x, [ROW, TENSOR])
         check_operator(cast_and_measure, x, one, E4M3, False, [False, True])
         check_operator(cast_rows, x, E4M3, True, [False])
         check_operator(fold_gradient, x, E4M3, *scales, True)

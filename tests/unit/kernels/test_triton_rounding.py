@@ -10,9 +10,9 @@ from reference import same_values
 from rounding_kernels import BLOCK, DEVICE, decoded, encoded
 
 from fp8_dist.device import FLOAT8_DTYPES, device_has_float8_gemm
-from fp8_dist.kernels import scaling_from_amax
 from fp8_dist.kernels.cuda.triton.launch import BIAS
 from fp8_dist.kernels.cuda.triton.rounding import multiplier_of, reciprocal
+from fp8_dist.kernels.scale import scaling_from_amax
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
