@@ -27,7 +27,8 @@ from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
-from fp8_dist.scaling import Dense, Placed, Scheme, Statistics, message_dtype, scheme_named
+from fp8_dist.scaling import Dense, Scheme, Statistics, scheme_named
+from fp8_dist.scaling.reduction import Placed, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import disabled_in_graphs, set_dtensor_local
 from fp8_dist.weight import agreement

@@ -31,7 +31,8 @@ from fp8_dist.operand.prepare import Local, prepare, wait_local
 from fp8_dist.operand.saved import flattened
 from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import Quantized, multiply
+from fp8_dist.scaling import Quantized
+from fp8_dist.scaling.operators import multiply
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.transport import Encoding, finish_reduction, reduced_to, start_reduction
 from fp8_dist.weight.float8_weight import Float8Weight

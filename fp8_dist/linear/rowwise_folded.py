@@ -50,7 +50,8 @@ from fp8_dist.kernels.scale import amax, scaling_from_amax
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand.observers import Owner, Use, is_observed, notify_cast
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import Quantized, Scheme, reduced_statistics
+from fp8_dist.scaling import Quantized, Scheme
+from fp8_dist.scaling.reduction import reduced_statistics
 from fp8_dist.tensor import Float8Tensor
 
 

@@ -25,7 +25,7 @@ from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_lo
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given
-from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, global_statistics_of_tensors
+from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, reduction
 from fp8_dist.text import without_wrappers
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored_weight import as_stored
@@ -359,7 +359,7 @@ def _cast(
         if i not in stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
-    wholes = global_statistics_of_tensors([*measured.values()])
+    wholes = reduction.global_statistics_of_tensors([*measured.values()])
     for (i, (scheme, statistics, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         if layout is not None and any(scheme.axes(layout)):  # ranks share blocks

@@ -30,7 +30,8 @@ from fp8_dist.operand.prepare import cast_local, cast_once
 from fp8_dist.operand.saved import flattened
 from fp8_dist.operand.sources import FRESH
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, dequantize, transposed
+from fp8_dist.scaling import CastPlan, Quantized, transposed
+from fp8_dist.scaling.operators import dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.torch_internals import StridedShard
 from fp8_dist.weight.float8_weight import Float8Weight

@@ -31,7 +31,8 @@ from fp8_dist.kernels.grouped import Groups
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.prepare import cast_once
-from fp8_dist.scaling import BlockScheme, Quantized, dequantize, flat, multiply, operand_of
+from fp8_dist.scaling import BlockScheme, Quantized
+from fp8_dist.scaling.operators import dequantize, flat, multiply, operand_of
 from fp8_dist.text import warn_once
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
-from fp8_dist import mesh, scaling
+from fp8_dist import mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.device import current_stream, is_captured
 from fp8_dist.kernels.quantization import as_matrix
@@ -27,7 +27,8 @@ from fp8_dist.operand.moves import scheme_of_move
 from fp8_dist.operand.observers import Original, Owner, Use
 from fp8_dist.operand.sources import FRESH, Source, look_up_in_op
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Start
+from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Start, common_start, reduction
+from fp8_dist.scaling.operators import cast
 from fp8_dist.tensor import Float8Tensor, quantized_as
 
 # The float8 copies of a local tensor, in the order of their plan.
@@ -54,7 +55,7 @@ def cast_local(
         source: the source of the statistics. Values above statistics that were not measured at this
             cast saturate.
         use: the operand that the cast makes, for observers; ``None``: they are not notified.
-        depends_on: see :func:`fp8_dist.scaling.cast`.
+        depends_on: see :func:`fp8_dist.scaling.operators.cast`.
 
     Returns:
         The copies; and the amax, fp32, 0-dim, if the operand has an amax history.
@@ -66,7 +67,7 @@ def cast_local(
         # One operator looks up, casts and measures.
         scale, *flat, own_amax = look_up_in_op(source, x, schemes, layout, plan.of, plan.transposed)
         return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
-    reduces = is_fresh and any(scaling.reduction_groups(scheme, layout) for scheme in schemes)
+    reduces = is_fresh and any(reduction.reduction_groups(scheme, layout) for scheme in schemes)
     copies: Copies
     if reduces and len(schemes) > 1:
         # One scheme at a time, so that a graph that needs only one copy does not repeat the
@@ -75,8 +76,8 @@ def cast_local(
     else:
         if reduces or not is_fresh:
             statistics = source.statistics(x, schemes, layout)
-        start = scaling.common_start(schemes, layout)
-        scales, data, amax = scaling.cast(
+        start = common_start(schemes, layout)
+        scales, data, amax = cast(
             x,
             plan,
             statistics,

@@ -28,8 +28,7 @@ from torch import Tensor
 from fp8_dist import scaling
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.mesh import Layout
-from fp8_dist.scaling import Scheme, Statistics
-from fp8_dist.scaling.operators import cast_operator, empty_cast
+from fp8_dist.scaling import Scheme, Statistics, operators, reduction
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
 
 P = ParamSpec("P")
@@ -53,8 +52,8 @@ class Source:
     ) -> Sequence[Statistics]:
         """The global statistics of a local tensor for each scheme.
 
-        Collectives: those of :func:`fp8_dist.scaling.reduced_statistics` for each scheme, unless
-        the statistics are known.
+        Collectives: those of :func:`fp8_dist.scaling.reduction.reduced_statistics` for each
+        scheme, unless the statistics are known.
         """
         return measured(x, schemes, layout, whole=False)
 
@@ -79,11 +78,11 @@ def measured(
 ) -> list[Statistics]:
     """Measure a local tensor for each scheme; ``whole``: for all of the global tensor.
 
-    Collectives: those of :func:`fp8_dist.scaling.reduced_statistics`, for each scheme; or of
-    :func:`fp8_dist.scaling.global_statistics`.
+    Collectives: those of :func:`fp8_dist.scaling.reduction.reduced_statistics`, for each scheme;
+    or of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
-    local = scaling.measure(x, schemes, scaling.common_start(schemes, layout))
-    reduce: Any = scaling.global_statistics if whole else scaling.reduced_statistics
+    local = operators.measure(x, schemes, scaling.common_start(schemes, layout))
+    reduce: Any = reduction.global_statistics if whole else reduction.reduced_statistics
     pairs = zip(schemes, local, strict=True)
     return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
 
@@ -107,13 +106,13 @@ class State(Source):
     ) -> Sequence[Statistics]:
         if not needs_op():
             return self.read(x, schemes, layout)
-        return scaling.by_scheme(schemes, look_up_in_op(self, x, schemes, layout, (), ()))[0]
+        return operators.by_scheme(schemes, look_up_in_op(self, x, schemes, layout, (), ()))[0]
 
     def read(
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
     ) -> Sequence[Statistics]:
         """:meth:`statistics`, in eager code."""
-        return self.look_up(x, (), schemes, scaling.reduction_groups(schemes[0], layout), False)
+        return self.look_up(x, (), schemes, reduction.reduction_groups(schemes[0], layout), False)
 
     def look_up(
         self,
@@ -192,7 +191,7 @@ def look_up(
     found = owner_of(handle).look_up(x, cache, kinds, groups, is_gather)
     flat = [statistic for statistics in found for statistic in statistics]
     if of:
-        return cast_operator(x, flat, schemes, start, of, transposed, True, True, None)
+        return operators.cast_operator(x, flat, schemes, start, of, transposed, True, True, None)
     # Return copies, because a graph may write to an operator's results and reuse their memory.
     return [statistic.clone() for statistic in flat]
 
@@ -200,8 +199,8 @@ def look_up(
 def _empty(*arguments: Any, **_: Any) -> list[Tensor]:
     x, _, _, schemes, start, _, _, of, transposed = arguments
     if of:
-        return empty_cast(x, (), schemes, start, of, transposed, True, True, None)
-    return scaling.empty_statistics(x, schemes, start)
+        return operators.empty_cast(x, (), schemes, start, of, transposed, True, True, None)
+    return operators.empty_statistics(x, schemes, start)
 
 
 look_up.register_fake(_empty)
@@ -219,7 +218,7 @@ def look_up_in_op(
 
     ``of``, ``transposed``: see :class:`fp8_dist.scaling.CastPlan`.
     """
-    groups = [] if state.cache else [*scaling.reduction_groups(schemes[0], layout)]
+    groups = [] if state.cache else [*reduction.reduction_groups(schemes[0], layout)]
     keys, start = [scheme.key for scheme in schemes], scaling.common_start(schemes, layout)
     how = state.handle, keys, start, groups, state.is_gather, of, transposed
     found: list[Tensor] = look_up.overload(x, state.cache, *how)

@@ -9,28 +9,6 @@ from fp8_dist.scaling.blocks import (
 from fp8_dist.scaling.dense import Dense as Dense, covering as covering
 from fp8_dist.scaling.level import Level as Level, Start as Start
 from fp8_dist.scaling.mxfp4 import Mxfp4 as Mxfp4
-from fp8_dist.scaling.operators import (
-    by_scheme as by_scheme,
-    cast as cast,
-    dequantize as dequantize,
-    empty_statistics as empty_statistics,
-    flat as flat,
-    matrices as matrices,
-    measure as measure,
-    multiply as multiply,
-    operand_of as operand_of,
-    unpack as unpack,
-)
-from fp8_dist.scaling.reduction import (
-    Placed as Placed,
-    message_dtype as message_dtype,
-    packed as packed,
-    reduced_statistics as reduced_statistics,
-    reduction_groups as reduction_groups,
-    unpacked as unpacked,
-    global_statistics as global_statistics,
-    global_statistics_of_tensors as global_statistics_of_tensors,
-)
 from fp8_dist.scaling.scheme import (
     CastPlan as CastPlan,
     Quantized as Quantized,

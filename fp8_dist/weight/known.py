@@ -36,7 +36,7 @@ from fp8_dist import scaling, torch_internals
 from fp8_dist.device import is_captured
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.sources import State, measured
-from fp8_dist.scaling import Scheme, Start, Statistics, shared_schemes
+from fp8_dist.scaling import Scheme, Start, Statistics, operators, reduction, shared_schemes
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import tree_leaves, tree_map_only, version_of
 from fp8_dist.weight.wrapper import MOVES, WrapperParameter
@@ -87,9 +87,9 @@ class Kept(NamedTuple):
     whole: bool = False
 
     def unpack(self, known: Tensor, shape: Sequence[int]) -> dict[Scheme, Statistics]:
-        """The inverse of :func:`fp8_dist.scaling.packed`, for a part of this shape."""
+        """The inverse of :func:`fp8_dist.scaling.reduction.packed`, for a part of this shape."""
         shape, start = (self.layout.shape, (0, 0)) if self.whole else (shape, self.start())
-        statistics = scaling.unpacked(known, self.schemes, shape, start)
+        statistics = reduction.unpacked(known, self.schemes, shape, start)
         return dict(zip(self.schemes, statistics, strict=True))
 
     def start(self) -> Start:
@@ -191,8 +191,8 @@ class KnownWeight(WrapperParameter):
     def reserve(self, kept: Kept) -> None:
         """Preallocate the statistics buffer, on whose shape graphs depend."""
         keys = [scheme.key for scheme in kept.schemes]
-        statistics = tuple(scaling.empty_statistics(self.plain, keys, kept.start()))
-        self.known = torch.cat(scaling.packed([statistics]))
+        statistics = tuple(operators.empty_statistics(self.plain, keys, kept.start()))
+        self.known = torch.cat(reduction.packed([statistics]))
 
     def has(self, flag: int) -> bool:
         """Whether ``valid`` is one of the states above; not in graphs."""
@@ -231,7 +231,7 @@ class KnownWeight(WrapperParameter):
             parameter: the parameter that holds this tensor.
             source: one of the sources above.
         """
-        parts = scaling.packed(statistics)
+        parts = reduction.packed(statistics)
         self.known = parts[0] if len(parts) == 1 else torch.cat(parts)
         self.seen = version_of(parameter) or 0
         self._set_state(_valid(source, self._fingerprint(kept)))

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fp8_dist.kernels.e2m1 import E2M1_X2
-from fp8_dist.scaling import Scheme, unpack
+from fp8_dist.scaling import Scheme
+from fp8_dist.scaling.operators import unpack
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 from fp8_dist.weight import wrapper
 from fp8_dist.weight.wrapper import bytes_of
@@ -178,7 +179,7 @@ class StoredFloat8(Stored):
         return type(self)(plain, dtype, *self.__tensor_flatten__()[1][1:])
 
     def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
-        """The data in float8; ``after``: as in :func:`fp8_dist.scaling.unpack`."""
+        """The data in float8; ``after``: as in :func:`fp8_dist.scaling.operators.unpack`."""
         return self.plain
 
     def with_data(self, data: torch.Tensor, scheme: Scheme) -> Self:

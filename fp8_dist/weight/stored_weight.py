@@ -27,7 +27,7 @@ from fp8_dist.mesh import (
 )
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, measured
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, unpack
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, operators
 from fp8_dist.text import warn_once
 from fp8_dist.weight.decoded import Decoded
 from fp8_dist.weight.stored import PackedFloat8, Stored, StoredFloat8, StoredScales
@@ -151,7 +151,7 @@ class StoredWeight(NamedTuple):
         data, scheme = self.local_data.plain, self.scheme
         if self.is_packed:
             encode = partial(_packed, scheme=scheme, name=f"{self.fqn}: {self.name}")
-            data = Decoded.of(data, partial(unpack, scheme=scheme), encode)
+            data = Decoded.of(data, partial(operators.unpack, scheme=scheme), encode)
         return {self.name: _entry(self.data, data), self.scales_name: self.scales_entry()}
 
     def scales_entry(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from torch._inductor.async_compile import AsyncCompile
 
 from fp8_dist import device
 from fp8_dist.kernels.quantization import cast_copies
-from fp8_dist.scaling import CastPlan, Dense, cast, dense
+from fp8_dist.scaling import CastPlan, Dense, dense, operators
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 
@@ -119,7 +119,7 @@ def casts(
     found = []
     for x, plan in ((a * b, (False,)), (a + b, (False, True))):
         copies = CastPlan((Dense(dtype),), (0,) * len(plan), plan)
-        _, data, _ = cast(x, copies, [(known,)], (0, 0))
+        _, data, _ = operators.cast(x, copies, [(known,)], (0, 0))
         found += data
     return found
 

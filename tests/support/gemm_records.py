@@ -10,7 +10,7 @@ from fp8_dist import Float8Tensor
 from fp8_dist.kernels.gemm import GemmOptions
 from fp8_dist.operand.observers import Observer, Owner, Product, observed_by
 from fp8_dist.recipe import Gemm
-from fp8_dist.scaling import matrices
+from fp8_dist.scaling import operators
 
 
 class GemmRecord(NamedTuple):
@@ -45,7 +45,7 @@ class _Recorder(Observer):
         if product.groups is not None:
             return
         gemm, left, right, result, *_ = product
-        operands = matrices(left, right, (gemm == "grad_weight", gemm == "output"))
+        operands = operators.matrices(left, right, (gemm == "grad_weight", gemm == "output"))
         copies: list[Any] = [Float8Tensor.of(each, result.dtype).clone() for each in operands]
         # Copy scales too: copies share 0-dim scales, and FSDP2 frees those of stored weights.
         a, b = (each.rewrap(scale=tuple([s.clone() for s in each.scales])) for each in copies)

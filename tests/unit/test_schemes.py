@@ -32,7 +32,7 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.moves import reason_to_move_high
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
-from fp8_dist.scaling import Blocks, Dense, Placed, Scheme, covering, message_dtype, scheme_named
+from fp8_dist.scaling import Blocks, Dense, Scheme, covering, reduction, scheme_named
 from fp8_dist.scaling.operators import dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
 
@@ -76,9 +76,9 @@ def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
         row, column = at.offset()
         part, start = (slice(row, row + 3), slice(column, column + 5)), scheme.start(at)
         (local,) = scheme.measure(x[part], start)
-        places.append(Placed.of(local, scheme.levels[0], at, (0, 1)))
+        places.append(reduction.Placed.of(local, scheme.levels[0], at, (0, 1)))
         parts.append((at, part, start))
-    dtype = message_dtype([place.local for place in places])
+    dtype = reduction.message_dtype([place.local for place in places])
     reduced = torch.stack([place.flat(dtype) for place in places]).amax(0)
     assert len(reduced) == places[0].size
     for place, (at, part, start) in zip(places, parts, strict=True):
@@ -99,8 +99,8 @@ def test_parts_are_cast_as_the_whole(scheme: Scheme) -> None:
 def test_a_message_of_amaxes_and_exponents() -> None:
     amaxes = torch.tensor([0.0, 1e-40, 1.5, 448.0, torch.inf, torch.nan])
     exponents = torch.tensor([0, 1, 127, 255], dtype=torch.uint8)
-    assert message_dtype([amaxes, exponents]) is torch.int32
-    assert message_dtype([exponents]) is torch.uint8
+    assert reduction.message_dtype([amaxes, exponents]) is torch.int32
+    assert reduction.message_dtype([exponents]) is torch.uint8
     for statistics in (amaxes, exponents):
         integers = as_integers(statistics, torch.int32)
         assert (integers.diff() > 0).all()

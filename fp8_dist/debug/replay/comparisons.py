@@ -21,7 +21,8 @@ from fp8_dist.kernels.grouped import Groups
 from fp8_dist.mesh import narrowed, regions, taken
 from fp8_dist.moe import operators
 from fp8_dist.operand.prepare import cast_once
-from fp8_dist.scaling import Quantized, multiply, scheme_named, transposed
+from fp8_dist.scaling import Quantized, scheme_named, transposed
+from fp8_dist.scaling.operators import multiply
 
 Element = tuple[int, ...]
 
