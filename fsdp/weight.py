@@ -130,7 +130,7 @@ def _cast_shard(sharded: KnownWeight, weight: Float8Weight) -> tuple[torch.Tenso
         scales of the unsharded weight.
 
     Collectives: those of :meth:`Source.statistics`. If scales of the whole weight are needed and
-    not cached, those of :func:`fp8_dist.scaling.global_statistics`.
+    not cached, those of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
     gather, shard = weight.gather(), sharded.plain.detach()
     local, cache = local_tensor(weight.master()), sharded

@@ -134,7 +134,7 @@ def load_float8_checkpoint(
         The missing and unexpected names.
 
     Collectives: for each weight that is distributed and stored in float8, and whose entry is in
-    high precision, those of :func:`fp8_dist.scaling.global_statistics`. No others.
+    high precision, those of :func:`fp8_dist.scaling.reduction.global_statistics`. No others.
 
     Raises:
         ValueError: there is no such file, or it is damaged; with ``strict``, names differ; an entry

@@ -4,11 +4,11 @@ from fp8_dist.scaling.blocks import (
     Blocks as Blocks,
     BlockScheme as BlockScheme,
     Fp32Blocks as Fp32Blocks,
+    Mxfp4 as Mxfp4,
     transposed as transposed,
 )
 from fp8_dist.scaling.dense import Dense as Dense, covering as covering
 from fp8_dist.scaling.level import Level as Level, Start as Start
-from fp8_dist.scaling.mxfp4 import Mxfp4 as Mxfp4
 from fp8_dist.scaling.scheme import (
     CastPlan as CastPlan,
     Quantized as Quantized,

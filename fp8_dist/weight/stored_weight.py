@@ -124,7 +124,7 @@ class StoredWeight(NamedTuple):
         ``values`` has the shape of the weight; a DTensor, if the weight is one.
 
         Collectives: if the weight is distributed, those of
-        :func:`fp8_dist.scaling.global_statistics`.
+        :func:`fp8_dist.scaling.reduction.global_statistics`.
         """
         qdata, scales = self.cast(values)
         data = self.local_data
