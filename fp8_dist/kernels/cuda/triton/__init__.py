@@ -9,6 +9,6 @@ The docstring of an implementation gives the number of its launches, and the byt
 comment at the top of a kernel says which part of the work one program instance does.
 """
 
-from fp8_dist.kernels.cuda.triton import amaxes, block_gemm, blocks, casts, e2m1, encoding, folded
+from fp8_dist.kernels.cuda.triton import amaxes, blocks, casts, e2m1, encoding, folded
 
-__all__ = ["amaxes", "block_gemm", "blocks", "casts", "e2m1", "encoding", "folded"]
+__all__ = ["amaxes", "blocks", "casts", "e2m1", "encoding", "folded"]
