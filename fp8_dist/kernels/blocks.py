@@ -23,6 +23,7 @@ of four bits in e4m3 data, whose exponents have rules of their own
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -140,12 +141,8 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         _, scale = scaling_from_amax(amax, dtype, True)
         # For inf and NaN these bits are all ones, which is the byte of NaN.
         return (scale.view(torch.int32) >> 23).to(torch.uint8)
-    if dtype is E2M1_X2:
-        bits = amax.view(torch.int32)
-        exponents = ((bits + e2m1.CARRIES[str(rule)]) >> 23).sub_(2).clamp_(min=0)
-        return exponents.masked_fill_(bits >> 23 == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
-    largest = torch.finfo(dtype).max
-    if rule == "ceil":
+    largest = 6.0 if dtype is E2M1_X2 else torch.finfo(dtype).max
+    if rule == "ceil" and dtype is not E2M1_X2:
         # The logarithm is fp32, as in torchao: if an amax exceeds fp8_max times a power of two by a
         # few steps of fp32 (22 at most), the logarithm rounds down to that power. The quotient is
         # computed in fp64, because a GPU divides an fp32 tensor by a number by multiplying by the
@@ -153,16 +150,12 @@ def exponents_of(amax: torch.Tensor, dtype: torch.dtype, rule: str | None) -> to
         quotient = (amax.to(torch.float64) / largest).to(torch.float32)
         exponents = torch.log2(quotient).ceil_().add_(_BIAS).clamp_(min=0)
         return exponents.nan_to_num_(NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
-    biased = amax.view(torch.int32) >> 23  # NAN_EXPONENT for inf and NaN
-    exponents = (biased - math.floor(math.log2(largest))).clamp_(min=0)
-    return exponents.masked_fill_(biased == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
+    bits, carry = amax.view(torch.int32), e2m1.CARRIES[rule] if dtype is E2M1_X2 else 0
+    exponents = ((bits + carry) >> 23).sub_(math.floor(math.log2(largest))).clamp_(min=0)
+    return exponents.masked_fill_(bits >> 23 == NAN_EXPONENT, NAN_EXPONENT).to(torch.uint8)
 
 
-@custom_op(
-    fake=lambda x, exponents, dtype, blocks, transposed: empty_copies(
-        x, data_dtype(dtype), transposed
-    )
-)
+@custom_op(fake=lambda x, exponents, dtype, *how: empty_copies(x, data_dtype(dtype), how[-1]))
 def quantize_block_copies(
     x: torch.Tensor,
     exponents: torch.Tensor,
@@ -258,26 +251,21 @@ def cast_blocks(
     return [exponents, *quantize_block_copies(x, exponents, dtype, blocks, transposed)]
 
 
-def empty_reblocked(
-    qdata: torch.Tensor, rows: int, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate the results of :func:`reblock`, uninitialized."""
+def empty_reblocked(qdata: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Allocate the results of :func:`reblock` with these arguments, uninitialized."""
+    _, _, rows, _, transposed = how
     data = empty_transposed(qdata, rows) if transposed else qdata.new_empty(qdata.shape)
     return data, empty_exponents(qdata, (rows, 1, 0, 0))
 
 
-@custom_op(
-    fake=lambda qdata, exponents, blocks, rows, rule, transposed=False: empty_reblocked(
-        qdata, rows, transposed
-    )
-)
+@custom_op(fake=empty_reblocked)
 def reblock(
     qdata: torch.Tensor,
     exponents: torch.Tensor,
     blocks: Sequence[int],
     rows: int,
     rule: str | None,
-    transposed: bool = False,
+    transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast float8 data to blocks of ``rows`` values of a column, for the GEMM that contracts rows.
 

@@ -219,7 +219,9 @@ def block_calls(m: int, k: int) -> Calls:
     exponents, data = cast.portable(x, dtype, blocks, None, [False])
     one = x, exponents, dtype, blocks, [False]
     calls["quantize_block_copies one layout"] = call(block_kernels.quantize_block_copies, *one)
-    calls["reblock row-major"] = call(block_kernels.reblock, data, exponents, blocks, 128, None)
+    calls["reblock row-major"] = call(
+        block_kernels.reblock, data, exponents, blocks, 128, None, False
+    )
     calls["cast_blocks one layout"] = call(cast, x, dtype, blocks, None, [False])
     for high in (FP16, FP32):
         name = f"cast_blocks {short_name(high)}"

@@ -138,7 +138,7 @@ def test_empty_tensors(shape: tuple[int, ...]) -> None:
             assert qdata.shape == shape
         assert dequantize_blocks(qdata, exponents, blocks, torch.float32).shape == shape
         for run in implementations(reblock) if len(shape) == 2 else ():
-            again, found = run(qdata, exponents, blocks, 4, "ceil")
+            again, found = run(qdata, exponents, blocks, 4, "ceil", False)
             assert again.shape == shape
             assert [*found.shape] == exponents_shape(shape, (4, 1, 0, 0))
 
@@ -173,8 +173,8 @@ def test_large_tensors_on_cpus_have_the_portable_bits(
         matrix = expected.reshape(-1, shape[-1])
         numbers = exponents.reshape(-1, exponents.shape[-1])
         for data, rows in product((matrix, matrix.t().contiguous().t()), (32, 128)):
-            found = reblock(data, numbers, blocks, rows, None)
-            portable = reblock.portable(data, numbers, blocks, rows, None)
+            found = reblock(data, numbers, blocks, rows, None, False)
+            portable = reblock.portable(data, numbers, blocks, rows, None, False)
             assert all(map(same_bits, found, portable))
 
 
@@ -188,7 +188,7 @@ def test_blocks_along_the_rows_equal_the_reference(rule: str | None) -> None:
         assert torch.equal(wide.double(), values * element_scales(exponents, shape, blocks))
         numbers, expected = reference_blocks(wide, target, (4, 1, 0, 0), rule)
         for run in implementations(reblock):
-            again, found = run(qdata, exponents, blocks, 4, rule)
+            again, found = run(qdata, exponents, blocks, 4, rule, False)
             assert same_bits(found, numbers)
             assert torch.equal(again.double(), expected)
 

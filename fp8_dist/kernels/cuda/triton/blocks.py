@@ -315,11 +315,11 @@ def _reblocked(
     blocks: Sequence[int],
     rows: int,
     rule: str | None,
-    transposed: bool = False,
+    transposed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cast to other blocks in one launch; 2 bytes per element."""
     (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
-    data, new_exponents = portable.empty_reblocked(qdata, rows, transposed)
+    data, new_exponents = portable.empty_reblocked(qdata, exponents, blocks, rows, rule, transposed)
 
     def grid(chosen: BlockSizes) -> tuple[int, ...]:
         down = launch.programs(M, max(rows, chosen["BM"]))
