@@ -135,7 +135,7 @@ class CastConfig:
             blocks, with its epsilon (:mod:`fp8_dist.kernels.scale`).
         scale_format: the format of block scales. ``"ue8m0"``: powers of two. ``"fp32"``: amax
             divided by the largest float8 value, as in the FP8 checkpoints of DeepSeek and Qwen
-            (:mod:`fp8_dist.kernels.fp32_blocks`).
+            (:mod:`fp8_dist.kernels.blocks`).
         source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor after it was
             rounded to bf16 (``"bf16"``), like an inference engine that receives bf16 weights.
         format: the values of a BLOCKWISE cast. ``"mxfp4"`` is for weights: the four-bit values of

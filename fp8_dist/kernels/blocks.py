@@ -18,7 +18,10 @@ the exponent of a block by one of these rules:
 A block with a non-finite value has the exponent NaN. The values of a block with the smallest
 exponent, the byte 0, become zeros. The dtype of a cast is a float8 dtype, or ``E2M1_X2`` for values
 of four bits in e4m3 data, whose exponents have rules of their own
-(:mod:`fp8_dist.kernels.e2m1`). For fp32 scales see :mod:`fp8_dist.kernels.fp32_blocks`.
+(:mod:`fp8_dist.kernels.e2m1`).
+
+An fp32 scale, as in FP8 checkpoints and inference engines, is ``max(amax, 1e-10) / fp8_max``, and
+``qdata = saturate(x / scale)``, both computed in fp32 as in vLLM's ``per_token_group_quant_fp8``.
 """
 
 import math
@@ -42,6 +45,7 @@ from fp8_dist.kernels.scale import magnitudes, scaling_from_amax
 
 NAN_EXPONENT = 255
 _BIAS = 127
+_EPS = 1e-10  # of fp32 scales
 
 
 def blocks_along(size: int, block: int, first: int) -> int:
@@ -212,6 +216,27 @@ def scaled_by(
         wide = scales.unsqueeze(-2).unsqueeze(-1).to(x.dtype)
         return operation(in_blocks(x, blocks), wide).view(x.shape)
     return operation(x, expanded(scales.to(x.dtype), x.shape, blocks))
+
+
+@custom_op()
+def fp32_block_scales(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Compute the scales of blocks from their amaxes (fp32, any shape).
+
+    A non-finite amax gives a non-finite scale.
+    """
+    # A GPU divides an fp32 tensor by a number by multiplying by the number's reciprocal. Rounded to
+    # fp32, the fp64 quotient equals the fp32 quotient.
+    return (amax.clamp(min=_EPS).to(torch.float64) / torch.finfo(dtype).max).to(torch.float32)
+
+
+@custom_op(fake=lambda x, scales, dtype, *_: x.new_empty(x.shape, dtype=dtype))
+def quantize_by_scales(
+    x: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, blocks: Sequence[int]
+) -> torch.Tensor:
+    """Cast a local tensor ``[..., M, K]`` with one fp32 scale per block; contiguous."""
+    limit = torch.finfo(dtype).max
+    quotient = scaled_by(x.to(torch.float32), scales, blocks, torch.div)
+    return quotient.clamp_(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
 
 
 @custom_op()

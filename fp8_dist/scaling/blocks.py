@@ -11,7 +11,6 @@ from torch import Tensor
 from fp8_dist import mesh
 from fp8_dist.device import fuses_casts
 from fp8_dist.kernels import blocks as kernels
-from fp8_dist.kernels import fp32_blocks
 from fp8_dist.kernels.e2m1 import E2M1_X2, pack_e2m1, unpack_e2m1
 from fp8_dist.kernels.gemm import GemmOptions, block_scaled_mm, takes_transposed
 from fp8_dist.kernels.quantization import transposed_copy
@@ -266,7 +265,7 @@ class Mxfp4(Blocks):
 
 @dataclass(frozen=True, eq=False)
 class Fp32Blocks(BlockScheme):
-    """One fp32 scale per block (:mod:`fp8_dist.kernels.fp32_blocks`); statistics are amaxes.
+    """One fp32 scale per block (:mod:`fp8_dist.kernels.blocks`); statistics are amaxes.
 
     :meth:`for_rows` rounds values a second time, because the new scales are not powers of two times
     the old ones.
@@ -285,11 +284,11 @@ class Fp32Blocks(BlockScheme):
         return (kernels.block_amaxes(self._taken(x), self._blocks(start)),)
 
     def scales_from(self, statistics: Statistics) -> Scales:
-        return (fp32_blocks.fp32_block_scales(statistics[0], self.dtype),)
+        return (kernels.fp32_block_scales(statistics[0], self.dtype),)
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         x, (scale,) = self._taken(x), scales
-        return fp32_blocks.quantize_by_scales(x, scale, self.dtype, self._blocks(start))
+        return kernels.quantize_by_scales(x, scale, self.dtype, self._blocks(start))
 
 
 def matrix_operand(operand: Quantized) -> Quantized:
