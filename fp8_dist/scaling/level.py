@@ -117,10 +117,6 @@ class DimsLevel(Level):
     def block(self, dim: int, ndim: int) -> int | None:
         return None if dim in self.covered else 1
 
-    @property
-    def follows_rows(self) -> bool:
-        return False
-
 
 def axes_of_level(level: Level, layout: Layout) -> tuple[int, ...]:
     """The mesh axes along which ranks share blocks of this level."""
