@@ -108,7 +108,9 @@ def transposed_groups(x: Tensor, source: Tensor) -> Tensor:
 
     ``source``: the row of each column, int64 ``[P]``; a column of -1 becomes 0.
     """
-    return _rows_of(x.view(torch.uint8), source).t().contiguous().view(x.dtype)
+    rows = x.view(torch.uint8).index_select(0, source.clamp(min=0))
+    rows.masked_fill_((source < 0).unsqueeze(1), 0)
+    return rows.t().contiguous().view(x.dtype)
 
 
 def has_grouped_gemm(
@@ -173,8 +175,3 @@ def without_empty(sums: Tensor, groups: Groups) -> Tensor:
         if not count:
             sums[group].zero_()
     return sums
-
-
-def _rows_of(x: Tensor, source: Tensor) -> Tensor:
-    """Return the rows with the indices ``source``; index -1 gives a row of zeros."""
-    return x.index_select(0, source.clamp(min=0)).masked_fill_((source < 0).unsqueeze(1), 0)
