@@ -39,14 +39,12 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks
 from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 from fp8_dist.torch_internals import has_bf16_instructions
 
 _FP32 = Struct("f")
-_LARGEST = {dtype: torch.finfo(dtype).max for dtype in FLOAT8_DTYPES}
 _UNUSED = {d: torch.zeros((), dtype=d, device="cpu") for d in (torch.bfloat16, torch.float32)}
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -118,7 +116,7 @@ def _scaling_from_amax(
     # Like torch, divide a number by the amax as a product with the reciprocal of the amax. Python's
     # max keeps a NaN in its first argument. The scale is rounded to fp64 and then to fp32, which
     # equals rounding once, because fp64 has more than twice the bits.
-    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * _LARGEST[dtype]))
+    (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
     return _scalar(m), _scalar(1 / m if m else math.inf)
 
 
