@@ -180,9 +180,7 @@ class Dense(Scheme):
 
 def measure_together(x: Tensor, schemes: Sequence[Scheme], start: Start) -> list[Statistics]:
     """:meth:`Scheme.measure` for several schemes, in one pass if one can serve all of them."""
-    if len(schemes) == 1:
-        return [schemes[0].measure(x, start)]
-    kinds = _in_one_pass(schemes)
+    kinds = _in_one_pass(schemes) if len(schemes) > 1 else None
     if kinds is None:
         return [scheme.measure(x, start) for scheme in schemes]
     return [(value,) for value in amaxes(x, [kind.per for kind in kinds])]
