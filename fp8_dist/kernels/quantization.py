@@ -194,11 +194,11 @@ def cast_and_measure(
         known: the amax from which the scale is computed, fp32, 0-dim.
 
     Returns:
-        The amax of ``x``; ``known`` and the scale, both NaN if the amax of ``x`` is not finite; and
-        the copies. With a NaN scale all values dequantize to NaN, whatever their bytes are.
+        The amax of ``x``; the scale, which is NaN if that amax is not finite; and the copies. With
+        a NaN scale all values dequantize to NaN, whatever their bytes are.
     """
     value = amax(x)
     known = torch.add(known, value, alpha=0)  # NaN if the value is not finite
     of, power_of_2 = [0] * len(transposed), round_scales_to_power_of_2
     scale, *copies = cast_copies(x, [known], dtype, power_of_2, of, transposed, saturate=True)
-    return [value, known, scale, *copies]
+    return [value, scale, *copies]

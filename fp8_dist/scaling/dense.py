@@ -155,7 +155,7 @@ class Dense(Scheme):
             the amax.
         """
         how = self.dtype, self.power_of_2, transposed
-        value, _, scale, *data = quantization.cast_and_measure(x, statistics[0], *how)
+        value, scale, *data = quantization.cast_and_measure(x, statistics[0], *how)
         return [(scale,)], data, value
 
     def _is_cast_by_rows(self, x: Tensor) -> bool:
