@@ -154,10 +154,8 @@ def global_statistics_of_tensors(
 
 def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
     """The groups over which the statistics of a tensor are reduced."""
-    if layout is None:
-        return ()
     over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
-    if not over:
+    if layout is None or not over:
         return ()
     replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
     return mesh.groups_over(layout.mesh, over, replicated)

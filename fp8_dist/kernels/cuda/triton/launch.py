@@ -40,7 +40,7 @@ Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 def fused(
-    op: CustomOp[_P, _R], takes: Callable[..., bool] | None = None
+    op: CustomOp[_P, _R], takes: Callable[..., bool]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a function as the implementation of an operator on CUDA devices.
 
@@ -52,7 +52,7 @@ def fused(
     def register(run: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(run)
         def implementation(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if takes is None or takes(*args, **kwargs):
+            if takes(*args, **kwargs):
                 return run(*args, **kwargs)
             return op.portable(*args, **kwargs)
 
