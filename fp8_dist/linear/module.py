@@ -21,12 +21,7 @@ from fp8_dist.linear.autograd import LinearSpec, float8_linear
 from fp8_dist.linear.class_change import change_class, why_forward_is_kept
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.operand.cast import check_layout, check_transforms
-from fp8_dist.operand.history import (
-    AMAXES_KEY,
-    AmaxHistory,
-    load_histories,
-    warn_if_not_synced,
-)
+from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories, warn_if_not_synced
 from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_exporting, own_load_hooks

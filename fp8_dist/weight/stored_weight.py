@@ -14,17 +14,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from fp8_dist import mesh
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.blocks import fp32_scales
-from fp8_dist.mesh import (
-    Layout,
-    has_strided_placements,
-    local_pieces,
-    local_tensor,
-    sharded_dim,
-    taken,
-    with_local,
-)
+from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, measured
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, operators
@@ -141,7 +134,7 @@ class StoredWeight(NamedTuple):
         (scales,) = scheme.scales_from(whole)
         scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):
-            scales = taken(scales, local_pieces(self.scales))
+            scales = mesh.taken(scales, mesh.local_pieces(self.scales))
         return cast.qdata, scales
 
     def entries(self) -> dict[str, torch.Tensor]:
@@ -253,10 +246,10 @@ def place_scales(weight: Any, scales: torch.Tensor) -> None:
     """
     layout, (scheme,) = weight.layout(), weight.schemes
     (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
-    dim = sharded_dim(placement, ndim)
+    dim = mesh.sharded_dim(placement, ndim)
     block = None if dim is None or level.is_scalar else level.block(dim, ndim)
     # Ranks with several pieces have whole blocks (Scheme.start has checked them).
-    has_pieces = has_strided_placements(layout.placements)
+    has_pieces = mesh.has_strided_placements(layout.placements)
     if block is None or (block > 1 and scheme.splits_blocks(layout) and not has_pieces):
         placement = Replicate()
     placed = distribute_tensor(scales.detach(), layout.mesh, [placement])
