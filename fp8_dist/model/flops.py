@@ -35,8 +35,8 @@ def _grouped_mm_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
 
 
 def _grouped_gradients_flops(rows: _Shape, *arguments: Any, **_: Any) -> int:
-    weights, needs = arguments[7], arguments[15]
-    return sum(needs) * 2 * rows[0] * prod(weights[1:])
+    weights, dtypes = arguments[7], arguments[15:17]
+    return sum(dtype is not None for dtype in dtypes) * 2 * rows[0] * prod(weights[1:])
 
 
 def _aten_grouped_mm_flops(a: _Shape, b: _Shape, *_: Any, **__: Any) -> int:

@@ -123,9 +123,10 @@ def _multiply(
     high_rows, *high_weights = ctx.high or [None] * (1 + len(weights))
     how, products = (x.dtype, ctx.config.emulate), []
     for weight, high_weight in zip(weights, high_weights, strict=True):
-        product = operators.grouped_mm(rows, weight.output, True, ctx.groups, *how)
+        gemm = operators.GroupedGemm(rows, weight.output, True, ctx.groups, *how)
+        product = operators.grouped_mm(gemm)
         operands = rows, weight.output, product
-        _notify(ctx, weight.owner, "output", operands, (high_rows, high_weight), weight.output)
+        _notify(ctx, weight.owner, "output", operands, (high_rows, high_weight))
         products.append(product)
     return products
 
@@ -145,22 +146,21 @@ def _gradients(
     tensors = ctx.saved_tensors  # once: activation checkpointing frees them as they are read
     rows, *weights = (spec.operand(tensors) for spec in ctx.specs)
     options = ctx.config.pad_token_groups_for_grouped_mm, ctx.config.emulate
+    rows_dtype, weight_dtype = ctx.dtypes
     sum_of_rows: Tensor | None = None
     grad_weights: list[Tensor | None] = []
     for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
         weight = weight.cast() if isinstance(weight, Uncast) else weight
-        operands, needed = operators.GroupedOperands(grad, rows, weight), (needs[0], needs[1 + i])
-        grad_rows, grad_weight = operators.grouped_gradients(
-            operands, ctx.groups, needed, ctx.dtypes, *options, ctx.layouts[i]
-        )
+        dtypes = rows_dtype if needs[0] else None, weight_dtype if needs[1 + i] else None
+        gemms = operators.GradientGemms(grad, rows, weight, ctx.groups, dtypes, *options)
+        grad_rows, grad_weight = operators.grouped_gradients(gemms, ctx.layouts[i])
         grad_weights.append(grad_weight)
         if grad_rows is not None:
             sum_of_rows = grad_rows if sum_of_rows is None else sum_of_rows + grad_rows
-        owner, how = ctx.owners[i], (weight,)
         pair = high[i], high_weights[i]
-        _notify(ctx, owner, "grad_input", (grad, weight, grad_rows), pair, *how)
+        _notify(ctx, ctx.owners[i], "grad_input", (grad, weight, grad_rows), pair)
         pair = high[i], high_rows
-        _notify(ctx, owner, "grad_weight", (grad, rows, grad_weight), pair, *how)
+        _notify(ctx, ctx.owners[i], "grad_weight", (grad, rows, grad_weight), pair)
     return sum_of_rows, grad_weights
 
 
@@ -170,9 +170,8 @@ def _notify(
     gemm: Gemm,
     operands: tuple[Quantized, Quantized, Tensor | None],
     high: tuple[Tensor | None, Tensor | None],
-    weight: Quantized,
 ) -> None:
-    """Notify observers of a grouped GEMM of a ``weight`` that has an owner.
+    """Notify observers of a grouped GEMM of a weight that has an owner.
 
     Args:
         operands: the left and the right operand, and the result.
@@ -182,11 +181,12 @@ def _notify(
     if not observers.is_observed() or owner is None or result is None:
         return
     config, layout = ctx.config, owner.layout()
-    is_transposed = operators.is_stored_transposed(weight.qdata)
+    weight = result if gemm == "grad_weight" else right.qdata
+    is_transposed = operators.is_stored_transposed(weight)
     if is_transposed and layout is not None:
         experts, k, n = layout.shape
         layout = layout._replace(shape=torch.Size((experts, n, k)))
-    layouts = None, layout if right is weight else None
+    layouts = None, None if gemm == "grad_weight" else layout
     padded = config.pad_token_groups_for_grouped_mm
     options = config.recipe, padded, config.emulate, is_transposed
     rest = options, layouts, ctx.groups

@@ -36,12 +36,41 @@ from fp8_dist.scaling.operators import dequantize, flat, multiply, operand_of
 from fp8_dist.text import warn_once
 
 
-class GroupedOperands(NamedTuple):
-    """The operands of a backward: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``."""
+class GroupedGemm(NamedTuple):
+    """The GEMM of the rows of each expert with its weight.
+
+    Attributes:
+        rows: ``[R, K]``; ``[R, N]`` without ``transpose``.
+        weights: ``[E, N, K]``.
+        transpose: whether to transpose the weights.
+        emulate: compute in a wider type even on devices with a float8 GEMM.
+    """
+
+    rows: Quantized
+    weights: Quantized
+    transpose: bool
+    groups: Groups
+    out_dtype: torch.dtype
+    emulate: bool
+
+
+class GradientGemms(NamedTuple):
+    """The GEMMs of a backward.
+
+    Attributes:
+        grad, input, weights: g ``[R, N]`` and x ``[R, K]``, by rows, and w ``[E, N, K]``.
+        dtypes: those of grad_input and grad_weight; ``None`` for a gradient that is not needed.
+        pads: ``pad_token_groups_for_grouped_mm`` of :class:`fp8_dist.moe.Float8ExpertsConfig`.
+        emulate: as in :class:`GroupedGemm`.
+    """
 
     grad: Quantized
     input: Quantized
     weights: Quantized
+    groups: Groups
+    dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    pads: bool
+    emulate: bool
 
 
 def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
@@ -52,39 +81,21 @@ def add_bias(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
     return rows + bias.to(torch.float32)[groups.group_of_row].to(rows.dtype)
 
 
-def grouped_mm(
-    rows: Quantized,
-    weights: Quantized,
-    transpose: bool,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    emulate: bool,
-) -> Tensor:
+def grouped_mm(gemm: GroupedGemm) -> Tensor:
     """Multiply the rows of each expert by its weight.
-
-    Args:
-        rows: ``[R, K]``; ``[R, N]`` without ``transpose``.
-        weights: ``[E, N, K]``.
-        transpose: whether to transpose the weights.
-        emulate: compute in a wider type even on devices with a float8 GEMM.
 
     Returns:
         ``[R, N]``; ``[R, K]`` without ``transpose``.
     """
     if torch.compiler.is_compiling():
+        rows, weights, transpose, groups, *options = gemm
         operands = *flat(rows), *flat(weights), *_flat(groups)
-        return grouped_mm_operator.overload(*operands, transpose, out_dtype, emulate)
-    return _grouped_mm(rows, weights, transpose, groups, out_dtype, emulate)
+        return grouped_mm_operator.overload(*operands, transpose, *options)
+    return _grouped_mm(gemm)
 
 
-def _grouped_mm(
-    rows: Quantized,
-    weights: Quantized,
-    transpose: bool,
-    groups: Groups,
-    out_dtype: torch.dtype,
-    emulate: bool,
-) -> Tensor:
+def _grouped_mm(gemm: GroupedGemm) -> Tensor:
+    rows, weights, transpose, groups, out_dtype, emulate = gemm
     n, k = dims = weights.qdata.shape[1:]
     if grouped.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
         if rows.scheme.is_recast_for_rows:
@@ -103,59 +114,43 @@ def _grouped_mm(
 
 
 def grouped_gradients(
-    operands: GroupedOperands,
-    groups: Groups,
-    needs: tuple[bool, bool],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    pads: bool,
-    emulate: bool,
-    layout: Layout | None = None,
+    gemms: GradientGemms, layout: Layout | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Compute the gradients of rows and of weights, the latter in the weights' memory layout.
 
-    Args:
-        needs, dtypes: for grad_input and grad_weight, whether it is needed, and its dtype.
-        pads: ``pad_token_groups_for_grouped_mm`` of :class:`fp8_dist.moe.Float8ExpertsConfig`.
-        emulate: as in :func:`grouped_mm`.
-        layout: the layout of the gradient, if ranks have parts of each row.
+    ``layout``: the layout of the gradient, if ranks have parts of each row.
 
     Collectives: with a layout and the recipe ``rowwise_folded``, an all-reduce of 4 bytes per row.
     """
-    options = pads, emulate
-    if layout is not None and needs[0] and has_scales_to_fold(operands.weights):
-        left, right = _folded_parts(operands.grad, operands.weights, groups, layout)
-        _, grad_weights = grouped_gradients(operands, groups, (False, needs[1]), dtypes, *options)
-        return grouped_mm(left, right, False, groups, dtypes[0], emulate), grad_weights
+    *operands, groups, dtypes, pads, emulate = gemms
+    if layout is not None and dtypes[0] is not None and has_scales_to_fold(gemms.weights):
+        left, right = _folded_parts(gemms.grad, gemms.weights, groups, layout)
+        _, grad_weights = grouped_gradients(gemms._replace(dtypes=(None, dtypes[1])))
+        return grouped_mm(GroupedGemm(left, right, False, groups, dtypes[0], emulate)), grad_weights
     if torch.compiler.is_compiling():
         grad, input, weights = map(flat, operands)
         tensors = *grad, *input, *weights, *_flat(groups)
-        found = grouped_gradients_operator.overload(*tensors, needs, *dtypes, *options)
+        found = iter(grouped_gradients_operator.overload(*tensors, *dtypes, pads, emulate))
     else:
-        found = _grouped_gradients(operands, groups, needs, dtypes, *options)
-    gradients = iter(found)
-    return next(gradients) if needs[0] else None, next(gradients) if needs[1] else None
+        found = iter(_grouped_gradients(gemms))
+    return None if dtypes[0] is None else next(found), None if dtypes[1] is None else next(found)
 
 
-def _grouped_gradients(
-    operands: GroupedOperands,
-    groups: Groups,
-    needs: tuple[bool, bool],
-    dtypes: tuple[torch.dtype, torch.dtype],
-    pads: bool,
-    emulate: bool,
-) -> list[Tensor]:
+def _grouped_gradients(gemms: GradientGemms) -> list[Tensor]:
     """Compute the gradients that are needed."""
-    grad, _, weights = operands
+    grad, _, weights, groups, (rows_dtype, weight_dtype), pads, emulate = gemms
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
-    at_once = grouped.has_grouped_gemm(grad.qdata, dims, dtypes[1], emulate) and (
-        blocks or pads or groups.is_aligned(ALIGNMENT)
+    at_once = (
+        weight_dtype is not None
+        and grouped.has_grouped_gemm(grad.qdata, dims, weight_dtype, emulate)
+        and (blocks or pads or groups.is_aligned(ALIGNMENT))
     )
-    source = groups.padded(ALIGNMENT).source if at_once and needs[1] and not blocks else None
-    for_rows, for_weights = _gradient_operands(operands, groups, needs, source)
+    source = groups.padded(ALIGNMENT).source if at_once and not blocks else None
+    for_rows, for_weights = _gradient_operands(gemms, source)
     gradients: list[Tensor] = []
-    if needs[0]:
-        gradients.append(_grouped_mm(*for_rows, False, groups, dtypes[0], emulate))
-    if needs[1]:
+    if rows_dtype is not None:
+        gradients.append(_grouped_mm(GroupedGemm(*for_rows, False, groups, rows_dtype, emulate)))
+    if weight_dtype is not None:
         is_transposed = is_stored_transposed(weights.qdata)
         left, right = for_weights[:: -1 if is_transposed else 1]
         if source is not None:
@@ -164,7 +159,7 @@ def _grouped_gradients(
         elif at_once:
             sums = _sums_of_blocks(left, right, groups)
         else:
-            sums = _sums(left, right, groups, dtypes[1], emulate)
+            sums = _sums(left, right, groups, weight_dtype, emulate)
         gradients.append(sums.mT if is_transposed else sums)
     return gradients
 
@@ -224,18 +219,18 @@ def _as_bf16(operand: Quantized) -> Tensor:
 
 
 def _gradient_operands(
-    operands: GroupedOperands, groups: Groups, needs: tuple[bool, bool], source: Tensor | None
+    gemms: GradientGemms, source: Tensor | None
 ) -> tuple[tuple[Quantized, Quantized], tuple[Quantized, Quantized]]:
     """Return the operands of both gradient GEMMs, with scales folded where they must be.
 
     ``source``: transpose the operands of grad_weight, as
     :func:`fp8_dist.kernels.grouped.transposed_groups`.
     """
-    grad, input, weights = operands
+    grad, input, weights, groups, (rows_dtype, weight_dtype), *_ = gemms
     for_rows, for_weights = (grad, weights), (grad, input)
     scheme = grad.scheme
-    s = weights.scales[0].flatten(1) if needs[0] and has_scales_to_fold(weights) else None
-    t = input.scales[0].view(-1) if needs[1] and not scheme.is_recast_for_rows else None
+    s = weights.scales[0].flatten(1) if rows_dtype and has_scales_to_fold(weights) else None
+    t = input.scales[0].view(-1) if weight_dtype and not scheme.is_recast_for_rows else None
     if s is None and t is None:
         return for_rows, for_weights
     ones, experts = unit_scales(input.qdata), len(groups.counts)
@@ -309,25 +304,23 @@ def grouped_mm_operator(*arguments: Any) -> Tensor:
     """Operator of :func:`grouped_mm`."""
     rows, weights = operand_of(*arguments[:4]), operand_of(*arguments[4:8])
     transpose, *options = arguments[12:]
-    return _grouped_mm(rows, weights, transpose, Groups(*arguments[8:12]), *options)
+    return _grouped_mm(GroupedGemm(rows, weights, transpose, Groups(*arguments[8:12]), *options))
 
 
 def _empty_gradients(*arguments: Any) -> list[Tensor]:
-    operands, (needs, *dtypes) = (arguments[4], arguments[8]), arguments[16:19]
-    gradients = zip(operands, needs, dtypes, strict=True)
-    return [torch.empty_like(like, dtype=dtype) for like, need, dtype in gradients if need]
+    gradients = zip((arguments[4], arguments[8]), arguments[16:18], strict=True)
+    return [torch.empty_like(like, dtype=dtype) for like, dtype in gradients if dtype is not None]
 
 
 @custom_op(
     "grouped_gradients(Tensor g, Tensor[] scales_g, str scheme_g, int[] start_g, Tensor x, "
     "Tensor[] scales_x, str scheme_x, int[] start_x, Tensor w, Tensor[] scales_w, str scheme_w, "
-    f"int[] start_w, {_GROUPS}, bool[] needs, ScalarType rows_dtype, ScalarType weight_dtype, "
-    "bool pads, bool emulate) -> Tensor[]",
+    f"int[] start_w, {_GROUPS}, ScalarType? rows_dtype, ScalarType? weight_dtype, bool pads, "
+    "bool emulate) -> Tensor[]",
     fake=_empty_gradients,
 )
 def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
-    operands = GroupedOperands(*[operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8)])
-    needs, *dtypes = arguments[16:19]
-    groups = Groups(*arguments[12:16])
-    return _grouped_gradients(operands, groups, needs, tuple(dtypes), *arguments[19:])
+    grad, input, weights = (operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8))
+    groups, dtypes = Groups(*arguments[12:16]), arguments[16:18]
+    return _grouped_gradients(GradientGemms(grad, input, weights, groups, dtypes, *arguments[18:]))

@@ -353,7 +353,8 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
     _, pads, emulate, is_transposed = record["options"]
     groups = Groups.of(sizes, sizes, len(left.qdata))
     if gemm == "output":
-        return operators.grouped_mm(left, right, True, groups, dtype, emulate)
+        rows = operators.GroupedGemm(left, right, True, groups, dtype, emulate)
+        return operators.grouped_mm(rows)
     is_whole = [*right.qdata.shape[1:]] == record["right"]["shape"][1:]
     if gemm == "grad_input" and operators.has_scales_to_fold(right) and not is_whole:
         return None  # the folded scales are those of whole rows
@@ -362,10 +363,9 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
         shape = left.qdata.shape[1], right.qdata.shape[1]
         empty = right.qdata.new_empty((len(sizes), *shape[:: -1 if is_transposed else 1]))
         weight = right._replace(qdata=empty.mT if is_transposed else empty)
-    needs = gemm == "grad_input", gemm == "grad_weight"
-    operands, dtypes = operators.GroupedOperands(left, right, weight), (dtype, dtype)
-    gradients = operators.grouped_gradients(operands, groups, needs, dtypes, pads, emulate)
-    return gradients[needs[1]]
+    dtypes = (dtype, None) if gemm == "grad_input" else (None, dtype)
+    gemms = operators.GradientGemms(left, right, weight, groups, dtypes, pads, emulate)
+    return operators.grouped_gradients(gemms)[gemm == "grad_weight"]
 
 
 def first_element(bad: Tensor, low: Record) -> Element:
