@@ -19,7 +19,7 @@ from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
-from fp8_dist.scaling import CastPlan, Scheme, transposed
+from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 from fp8_dist.weight.agreement import note_converted
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -140,18 +140,15 @@ class ExpertWeight(Float8Weight):
         Collectives: as :meth:`operands`.
         """
         output, grad_input, _ = self.operands(parameter, torch.is_grad_enabled())
-        tensor = local_part(parameter)
         assert output is not None
+        tensor, layout, to = local_part(parameter), self.layout(parameter), None
+        if self.is_transposed:
+            (to,) = self.config.recipe.schemes["weight"]
+            output, layout = transposed(output, to), None
+        later: Quantized | Uncast = output
         if isinstance(grad_input, Uncast):
-            grad_input = grad_input._replace(parameter=tensor)
-        if not self.is_transposed:
-            layout = self.layout(parameter) if isinstance(parameter, DTensor) else None
-            return Weight(tensor, output, grad_input or output, self, layout)
-        (scheme,) = self.config.recipe.schemes["weight"]
-        output = transposed(output, scheme)
-        if isinstance(grad_input, Uncast):
-            return Weight(tensor.mT, output, grad_input._replace(transposed_to=scheme), self)
-        return Weight(tensor.mT, output, output, self)
+            later = grad_input._replace(parameter=tensor, transposed_to=to)
+        return Weight(tensor if to is None else tensor.mT, output, later, self, layout)
 
 
 def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
