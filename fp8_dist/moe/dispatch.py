@@ -135,10 +135,7 @@ def _exchange(
     return funcol.wait_tensor(result)
 
 
-@custom_op(
-    "slots_by_expert(Tensor ids, int num_experts) -> (Tensor, Tensor)",
-    fake=lambda ids, num_experts: (torch.empty_like(ids), ids.new_empty(num_experts)),
-)
+@custom_op(fake=lambda ids, num_experts: (torch.empty_like(ids), ids.new_empty(num_experts)))
 def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Sort the slots ``[S]`` by expert, slots without an expert last, and count them.
 
@@ -155,7 +152,7 @@ def _numbers(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
     return sent.new_empty(2 * sent.shape[0] + sent.shape[1], device="cpu")
 
 
-@custom_op("numbers_of_rows(Tensor sent, Tensor received, Tensor ids) -> Tensor", fake=_numbers)
+@custom_op(fake=_numbers)
 def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
     """Return the numbers of rows on the host: to and from each rank, then of each local expert.
 
