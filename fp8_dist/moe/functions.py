@@ -25,7 +25,6 @@ from fp8_dist.moe import operators
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.operand import observers
-from fp8_dist.operand.observers import Use
 from fp8_dist.operand.prepare import cast_local, cast_once
 from fp8_dist.operand.saved import flattened
 from fp8_dist.operand.sources import FRESH
@@ -211,7 +210,7 @@ def _cast_rows(
     told = [owner for owner in owners if owner is not None]
     if told and observers.is_observed():
         dispatch = routing and _dispatch(routing, len(rows))
-        use = Use(told, operand, layout or _replicated(rows, told[0]), dispatch)
+        use = observers.Use(told, operand, layout or _replicated(rows, told[0]), dispatch)
     (low,), _ = cast_local(rows, CastPlan((config.rows,)), layout, FRESH, use)
     return low
 
@@ -355,4 +354,5 @@ def combined_product(
     """Multiply, and return the outputs to their slots; see :func:`fp8_dist.moe.linear_combine`."""
     hidden = autocast(hidden)
     output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight)
-    return _Combine.apply(output, stand_in, routing, config)
+    slots = _Combine.apply(output, stand_in, routing, config)
+    return slots.view(routing.tokens, routing.top_k, slots.shape[1])

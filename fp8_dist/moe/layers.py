@@ -110,8 +110,7 @@ def linear_combine(
     (operand,) = _operands("linear_combine", hidden, weight, config, bias)
     rows = routing.groups.group_of_row.numel()
     _check_routing("linear_combine", hidden, rows, operand, routing)
-    slots = combined_product(hidden, operand, routing, config, bias)
-    return slots.view(routing.tokens, routing.top_k, slots.shape[1])
+    return combined_product(hidden, operand, routing, config, bias)
 
 
 def _operands(

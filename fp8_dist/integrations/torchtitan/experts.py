@@ -51,8 +51,7 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         up = [weight_of(self, name) for name in _UP]
         gate, hidden = grouped_product(x, up, routing.groups, config, routing)
         down = weight_of(self, _DOWN)
-        slots = combined_product(F.silu(gate) * hidden, down, routing, config)
-        return slots.view(*expert_ids.shape, x.shape[1])
+        return combined_product(F.silu(gate) * hidden, down, routing, config)
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Shard the weights.

@@ -60,7 +60,6 @@ def experts_forward(
         hidden = add_bias(hidden, first_bias, routing.groups)
     hidden = self._apply_gate(hidden) if self.has_gate else self.act_fn(hidden)
     slots = combined_product(hidden, moe.weight_of(self, second), routing, config, bias)
-    slots = slots.view(*top_k_weights.shape, slots.shape[1])
     output = (slots * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
     if mesh is None:
         return output
