@@ -59,7 +59,7 @@ class Routing(NamedTuple):
 
         Collectives: an all-to-all of the bytes of ``rows``.
         """
-        return self.placed(self.returned(self.as_received(rows)))
+        return self.returned(self.as_received(rows))
 
     def as_received(self, rows: Tensor) -> Tensor:
         """The rows of experts in the order in which they were received."""
@@ -68,11 +68,8 @@ class Routing(NamedTuple):
         return _placed(torch.empty_like(rows), self.arrivals, rows)
 
     def returned(self, rows: Tensor) -> Tensor:
-        """Send rows back in the order in which they were received."""
-        return _exchange(rows, self.sent, self.received, self.group)
-
-    def placed(self, rows: Tensor) -> Tensor:
-        """Write rows, which are in the order of ``slots``, to their slots; other slots are 0."""
+        """Send rows, in the order in which they were received, back to their slots."""
+        rows = _exchange(rows, self.sent, self.received, self.group)
         return _placed(rows.new_zeros((self.tokens * self.top_k, rows.shape[1])), self.slots, rows)
 
 
@@ -193,27 +190,29 @@ def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:
 
     ``places``: for each of ``routing.slots``, the index of its row.
     """
-    rows = _moved(rows, lambda x: x.index_select(0, places))
-    return rows if routing.arrivals is None else _moved_together(rows, routing.to_experts)
+    return _sent(rows, lambda x: x.index_select(0, places), routing.to_experts, routing.group)
 
 
 def return_rows(rows: Quantized, routing: Routing) -> Quantized:
     """Send float8 rows with their scales back to their slots, in one message."""
-    rows = _moved(rows, routing.as_received)
-    if routing.arrivals is not None:
-        rows = _moved_together(rows, routing.returned)
-    return _moved(rows, routing.placed)
+    return _sent(rows, routing.as_received, routing.returned, routing.group)
 
 
-def _moved(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
+_Move = Callable[[Tensor], Tensor]
+
+
+def _moved(rows: Quantized, move: _Move) -> Quantized:
     """Move the bytes and each of the scales of float8 rows."""
     qdata = move(as_bytes(rows.qdata)).view(rows.qdata.dtype)
     return rows._replace(qdata=qdata, scales=tuple([move(scale) for scale in rows.scales]))
 
 
-def _moved_together(rows: Quantized, move: Callable[[Tensor], Tensor]) -> Quantized:
-    """Move the bytes and the scales of float8 rows in one message."""
-    message = move(as_bytes(pack_rows(rows.qdata, rows.scales)))
+def _sent(rows: Quantized, order: _Move, send: _Move, group: dist.ProcessGroup | None) -> Quantized:
+    """Reorder float8 rows with their scales, and send them in one message."""
+    rows = _moved(rows, order)
+    if group is None:
+        return _moved(rows, send)
+    message = send(as_bytes(pack_rows(rows.qdata, rows.scales)))
     numbers = [(scale.shape[-1], scale.dtype) for scale in rows.scales]
     qdata, scales = unpack_rows(message, rows.qdata.dtype, rows.qdata.shape[1], numbers)
     return _moved(rows._replace(qdata=qdata, scales=tuple(scales)), lambda x: x.contiguous())
