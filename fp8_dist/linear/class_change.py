@@ -16,15 +16,11 @@ def change_class(layer: nn.Module, new: type) -> None:
     This includes ``__wrapped__`` of accelerate's wrapper of ``forward``, which has its signature.
     """
     attributes = vars(layer)
-    bound_forwards = [
-        (namespace, name)
-        for namespace in (attributes, getattr(attributes.get("forward"), "__dict__", {}))
-        for name, value in namespace.items()
-        if _is_forward_of(layer, value)
-    ]
+    for namespace in (attributes, getattr(attributes.get("forward"), "__dict__", {})):
+        for name, value in namespace.items():
+            if _is_forward_of(layer, value):
+                namespace[name] = MethodType(new.forward, layer)  # type: ignore[attr-defined]
     layer.__class__ = new
-    for namespace, name in bound_forwards:
-        namespace[name] = MethodType(new.forward, layer)  # type: ignore[attr-defined]
 
 
 def _is_forward_of(layer: nn.Module, value: object) -> bool:
