@@ -107,8 +107,9 @@ class StoredWeight(NamedTuple):
         """
         plain = with_local(self.scales, self.local_scales.plain)
         whole = plain.full_tensor() if isinstance(plain, DTensor) else plain
-        qdata, scales, scheme, start, _ = self._quantized(whole)
-        return with_local(self.data, scheme.dequantize(qdata, scales, start).to(self.data.dtype))
+        return with_local(
+            self.data, operators.dequantize(self._quantized(whole)).to(self.data.dtype)
+        )
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
