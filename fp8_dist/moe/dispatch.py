@@ -110,9 +110,8 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
         )
     flat = expert_ids.reshape(-1)
     slots, sent = slots_by_expert(flat, num_experts)
-    local_experts = num_experts // ranks
-    received = _exchange(sent, [local_experts] * ranks, [local_experts] * ranks, group)
-    sent, received = sent.view(ranks, local_experts), received.view(ranks, local_experts)
+    sent = sent.view(ranks, num_experts // ranks)
+    received = _exchange(sent, [1] * ranks, [1] * ranks, group)
     numbers = numbers_of_rows(sent, received, flat)
     to, back = numbers[:ranks].tolist(), numbers[ranks : 2 * ranks].tolist()
     groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
