@@ -18,7 +18,7 @@ from fp8_dist.config import check_config
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
-from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, OperandCopies
+from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 from fp8_dist.weight.agreement import note_converted
@@ -121,8 +121,7 @@ class ExpertWeight(Float8Weight):
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         # Scales are folded into the float8 copy of a gradient, so it is cast once.
         schemes = self.schemes if operand == "weight" else self.config.recipe.schemes[operand]
-        gemms = tuple([gemm for gemm, taken in GEMM_OPERANDS.items() if operand in taken])
-        return {gemms: schemes[0]}
+        return {tuple(self.config.recipe.uses[operand]): schemes[0]}
 
     def check_sharded(self) -> None:
         layout, ndim = self.layout(self.master()), self.parameter().ndim
