@@ -127,17 +127,15 @@ def grouped_gradients(
         left, right = _folded_parts(gemms.grad, gemms.weights, groups, layout)
         _, grad_weights = grouped_gradients(gemms._replace(dtypes=(None, dtypes[1])))
         return grouped_mm(GroupedGemm(left, right, False, groups, dtypes[0], emulate)), grad_weights
-    if torch.compiler.is_compiling():
-        grad, input, weights = map(flat, operands)
-        tensors = *grad, *input, *weights, *_flat(groups)
-        found = iter(grouped_gradients_operator.overload(*tensors, *dtypes, pads, emulate))
-    else:
-        found = iter(_grouped_gradients(gemms))
+    if not torch.compiler.is_compiling():
+        return _grouped_gradients(gemms)
+    grad, input, weights = map(flat, operands)
+    tensors = *grad, *input, *weights, *_flat(groups)
+    found = iter(grouped_gradients_operator.overload(*tensors, *dtypes, pads, emulate))
     return None if dtypes[0] is None else next(found), None if dtypes[1] is None else next(found)
 
 
-def _grouped_gradients(gemms: GradientGemms) -> list[Tensor]:
-    """Compute the gradients that are needed."""
+def _grouped_gradients(gemms: GradientGemms) -> tuple[Tensor | None, Tensor | None]:
     grad, _, weights, groups, (rows_dtype, weight_dtype), pads, emulate = gemms
     dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
     at_once = (
@@ -147,9 +145,9 @@ def _grouped_gradients(gemms: GradientGemms) -> list[Tensor]:
     )
     source = groups.padded(ALIGNMENT).source if at_once and not blocks else None
     for_rows, for_weights = _gradient_operands(gemms, source)
-    gradients: list[Tensor] = []
+    grad_rows = grad_weights = None
     if rows_dtype is not None:
-        gradients.append(_grouped_mm(GroupedGemm(*for_rows, False, groups, rows_dtype, emulate)))
+        grad_rows = _grouped_mm(GroupedGemm(*for_rows, False, groups, rows_dtype, emulate))
     if weight_dtype is not None:
         is_transposed = is_stored_transposed(weights.qdata)
         left, right = for_weights[:: -1 if is_transposed else 1]
@@ -160,8 +158,8 @@ def _grouped_gradients(gemms: GradientGemms) -> list[Tensor]:
             sums = _sums_of_blocks(left, right, groups)
         else:
             sums = _sums(left, right, groups, weight_dtype, emulate)
-        gradients.append(sums.mT if is_transposed else sums)
-    return gradients
+        grad_weights = sums.mT if is_transposed else sums
+    return grad_rows, grad_weights
 
 
 def has_scales_to_fold(weights: Quantized) -> bool:
@@ -323,4 +321,5 @@ def grouped_gradients_operator(*arguments: Any) -> list[Tensor]:
     """Operator of :func:`grouped_gradients`. Returns the gradients that are needed."""
     grad, input, weights = (operand_of(*arguments[begin : begin + 4]) for begin in (0, 4, 8))
     groups, dtypes = Groups(*arguments[12:16]), arguments[16:18]
-    return _grouped_gradients(GradientGemms(grad, input, weights, groups, dtypes, *arguments[18:]))
+    gemms = GradientGemms(grad, input, weights, groups, dtypes, *arguments[18:])
+    return [gradient for gradient in _grouped_gradients(gemms) if gradient is not None]
