@@ -141,20 +141,18 @@ def pack_rows(qdata: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Ten
 
 
 def unpack_rows(
-    packed: torch.Tensor, dtype: torch.dtype, columns: int, like: Sequence[tuple[int, torch.dtype]]
+    packed: torch.Tensor, qdata: torch.Tensor, numbers: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Unpack a message of :func:`pack_rows` into views of the data and the numbers.
 
     Args:
         packed: the message as uint8, which may still be in flight.
-        dtype, columns: the dtype and the last size of the data.
-        like: for each tensor of numbers, its size per row and its dtype.
+        qdata, numbers: what was packed, or tensors of the same dtypes and last sizes.
     """
-    size = max(dtype.itemsize for _, dtype in like)
-    begin, numbers = columns + -columns % size, [torch.empty(0)] * len(like)
-    for i in sorted(range(len(like)), key=lambda i: -like[i][1].itemsize):
-        count, number = like[i]
-        end = begin + count * number.itemsize
-        numbers[i] = packed[..., begin:end].view(number)
+    size, columns = max(tensor.itemsize for tensor in numbers), qdata.shape[-1]
+    begin, unpacked = columns + -columns % size, [*numbers]
+    for i, tensor in sorted(enumerate(numbers), key=lambda item: -item[1].itemsize):
+        end = begin + tensor.shape[-1] * tensor.itemsize
+        unpacked[i] = packed[..., begin:end].view(tensor.dtype)
         begin = end
-    return packed[..., :columns].view(dtype), numbers
+    return packed[..., :columns].view(qdata.dtype), unpacked

@@ -137,8 +137,8 @@ def _fold_distributed(
         wrapped = layout._replace(shape=shape).wrap(carrier)
         moved = mesh.local_tensor(wrapped.redistribute(placements=placements))
         assert isinstance(moved, Float8Tensor)
-        message, like = as_bytes(moved.qdata.contiguous()), [(numbers.shape[-1], numbers.dtype)]
-        qdata, (numbers,) = unpack_rows(message, dtype, qdata.shape[-1], like)
+        message = as_bytes(moved.qdata.contiguous())
+        qdata, (numbers,) = unpack_rows(message, qdata, [numbers])
     layout = layout._replace(placements=placements)
     g0, copies = qdata.to(torch.float32) * numbers[..., :1], []
     if weight_fold is not None:

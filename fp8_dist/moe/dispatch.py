@@ -212,6 +212,5 @@ def _sent(rows: Quantized, order: _Move, send: _Move, group: dist.ProcessGroup |
     if group is None:
         return _moved(rows, send)
     message = send(as_bytes(pack_rows(rows.qdata, rows.scales)))
-    numbers = [(scale.shape[-1], scale.dtype) for scale in rows.scales]
-    qdata, scales = unpack_rows(message, rows.qdata.dtype, rows.qdata.shape[1], numbers)
+    qdata, scales = unpack_rows(message, rows.qdata, rows.scales)
     return _moved(rows._replace(qdata=qdata, scales=tuple(scales)), lambda x: x.contiguous())

@@ -368,12 +368,12 @@ def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Flo
     _check_not_cut(func, x)
     if not x.scheme.can_move(dims, x.ndim):
         raise _refusal(func, x, "only whole rows travel, each with its scale")
-    packed = func(as_bytes(pack_rows(x.qdata, [scale for _, scale in moving])), *rest, **kwargs)
+    scales = [scale for _, scale in moving]
+    packed = func(as_bytes(pack_rows(x.qdata, scales)), *rest, **kwargs)
     traced = _is_traced(x)
     if traced:  # in a graph, a wait for one view would not cover the others
         packed = funcol.wait_tensor(packed)
-    like = [(scale.shape[-1], scale.dtype) for _, scale in moving]
-    qdata, arrived = unpack_rows(packed, x.qdata.dtype, x.shape[-1], like)
+    qdata, arrived = unpack_rows(packed, x.qdata, scales)
     # Inductor (2.13) misreads an fp32 view of bytes if it is restrided.
     numbers = iter([scale.clone() if traced else scale for scale in arrived])
     return x.rewrap(qdata=qdata, scale=_changed(x, lambda level, scale: next(numbers)))
