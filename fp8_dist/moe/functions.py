@@ -231,18 +231,18 @@ def _dispatch(routing: Routing, rows: int) -> observers.Dispatch:
 
 
 class _Up(torch.autograd.Function):
-    """The first grouped linear layers. Without a ``routing``, x has the rows of the groups."""
+    """The first grouped linear layers."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        groups: Groups,
-        routing: Routing | None,
+        to: Groups | Routing,
         config: Float8ExpertsConfig,
         weights: tuple[Weight, ...],
         *_: Tensor | None,  # the tensors of the weights
     ) -> tuple[Tensor, ...]:
+        routing, groups = (to, to.groups) if isinstance(to, Routing) else (None, to)
         owners = [weight.owner for weight in weights]
         rows = _cast_rows(x, config, "input", owners, routing=routing)
         places = None if routing is None else routing.slots // routing.top_k
@@ -254,34 +254,30 @@ class _Up(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        config, routing, count = ctx.config, ctx.routing, 5 + len(grads)
+        config, routing, count = ctx.config, ctx.routing, 4 + len(grads)
         needs, unused = ctx.needs_input_grad[:count], ctx.needs_input_grad[count:]
         facts = zip(grads, ctx.owners, ctx.layouts, strict=True)
         rows = [_cast_rows(g, config, "grad_output", [owner], layout) for g, owner, layout in facts]
-        grad_x, grad_weights = _gradients(ctx, rows, (needs[0], *needs[5:]), grads)
+        grad_x, grad_weights = _gradients(ctx, rows, (needs[0], *needs[4:]), grads)
         if grad_x is not None and routing is not None:
             slots = _returned(grad_x, routing, config)
             by_token = slots.view(routing.tokens, routing.top_k, slots.shape[1])
             grad_x = by_token.to(torch.float32).sum(1).to(slots.dtype)
-        return grad_x, None, None, None, None, *grad_weights, *[None for _ in unused]
+        return grad_x, None, None, None, *grad_weights, *[None for _ in unused]
 
 
 def grouped_product(
-    x: Tensor,
-    weights: Sequence[Weight],
-    groups: Groups,
-    config: Float8ExpertsConfig,
-    routing: Routing | None = None,
+    x: Tensor, weights: Sequence[Weight], to: Groups | Routing, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
     """Multiply rows by the weights of their experts; see :func:`fp8_dist.moe.grouped_linear`.
 
-    ``routing``: if given, ``x`` has tokens, which are first sent to the rows of ``groups``; see
-    :func:`fp8_dist.moe.dispatch_linear`.
+    ``to``: the groups of the rows ``x``, or the routing of tokens ``x``, which are first sent to
+    the rows of its groups; see :func:`fp8_dist.moe.dispatch_linear`.
     """
     tensors = [weight.tensor for weight in weights]
     # As in float8_linear: dynamo miscounts the arguments if exactly two tensors come last.
     rest = [*tensors, None] if len(tensors) == 2 else tensors
-    return _Up.apply(autocast(x), groups, routing, config, tuple(weights), *rest)
+    return _Up.apply(autocast(x), to, config, tuple(weights), *rest)
 
 
 def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Tensor:

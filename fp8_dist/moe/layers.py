@@ -82,7 +82,7 @@ def dispatch_linear(
     several, config = not isinstance(weights, Tensor), config or DEFAULT
     operands = _operands("dispatch_linear", x, weights, config)
     _check_routing("dispatch_linear", x, routing.tokens, operands[0], routing)
-    products = grouped_product(x, operands, routing.groups, config, routing)
+    products = grouped_product(x, operands, routing, config)
     return products if several else products[0]
 
 

@@ -49,7 +49,7 @@ class TitanFloat8GroupedExperts(GroupedExperts):
         config: Float8ExpertsConfig = self.float8_experts_config
         routing = route(expert_ids, self.num_experts, group)
         up = [weight_of(self, name) for name in _UP]
-        gate, hidden = grouped_product(x, up, routing.groups, config, routing)
+        gate, hidden = grouped_product(x, up, routing, config)
         down = weight_of(self, _DOWN)
         return combined_product(F.silu(gate) * hidden, down, routing, config)
 

@@ -52,8 +52,7 @@ def experts_forward(
     if mesh is not None:
         hidden_states, top_k_weights = _shared(hidden_states, mesh), _shared(top_k_weights, mesh)
     routing = route(top_k_index, num_experts, group)
-    up = [moe.weight_of(self, first)]
-    (hidden,) = grouped_product(hidden_states, up, routing.groups, config, routing)
+    (hidden,) = grouped_product(hidden_states, [moe.weight_of(self, first)], routing, config)
     bias = None
     if self.has_bias:
         first_bias, bias = (local_part(getattr(self, f"{name}_bias")) for name in (first, second))
