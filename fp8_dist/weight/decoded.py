@@ -104,8 +104,7 @@ class Decoded(TensorSubclass):
         for work in tree_leaves(out) if func.namespace == "c10d" else ():
             if isinstance(work, ScriptObject | Work):
                 _wait(work)
-        sources = {id(x.source): x.source for x in written if isinstance(x, Decoded)}
-        for source in sources.values():
+        for source in {id(x.source): x.source for x in written if isinstance(x, Decoded)}.values():
             source.write()
         by_plain = {id(entry.plain): entry for entry in entries}
         return tree_map_only(Tensor, lambda x: by_plain.get(id(x), x), out)
