@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist.device import autocast
 from fp8_dist.kernels.grouped import Groups
@@ -32,7 +32,6 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, transposed
 from fp8_dist.scaling.operators import dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.torch_internals import StridedShard
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.uncast import Uncast
@@ -61,9 +60,8 @@ class Weight(NamedTuple):
         placement = self.layout.placements[-1]
         if sharded_dim(placement, 3) != dim:
             return None
-        columns: Placement = Shard(1)
-        if isinstance(placement, StridedShard):
-            columns = StridedShard(1, split_factor=placement.split_factor)
+        # Adapters divide the input features of a weight as one piece.
+        columns = placement if dim == 1 else Shard(1)
         shape = torch.Size((rows, self.layout.shape[dim]))
         return self.layout._replace(placements=(columns,), shape=shape)
 
@@ -243,8 +241,7 @@ class _Up(torch.autograd.Function):
         *_: Tensor | None,  # the tensors of the weights
     ) -> tuple[Tensor, ...]:
         routing, groups = (to, to.groups) if isinstance(to, Routing) else (None, to)
-        owners = [weight.owner for weight in weights]
-        rows = _cast_rows(x, config, "input", owners, routing=routing)
+        rows = _cast_rows(x, config, "input", [weight.owner for weight in weights], routing=routing)
         places = None if routing is None else routing.slots // routing.top_k
         if routing is not None and places is not None:
             rows = send_rows(rows, places, routing)
