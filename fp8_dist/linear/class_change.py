@@ -34,12 +34,10 @@ def why_forward_is_kept(layer: nn.Module) -> str:
     accelerate's hooks call the attribute ``_old_forward``, which :func:`change_class` rebinds.
     """
     forward = vars(layer).get("forward")
-    if forward is None or _is_forward_of(layer, forward):
-        return ""
     function = forward.func if isinstance(forward, partial) else None
     if getattr(function, "__module__", None) == "accelerate.hooks":
-        forward = vars(layer).get("_old_forward")
-        if _is_forward_of(layer, forward):
-            return ""
+        forward = vars(layer)["_old_forward"]
+    if forward is None or _is_forward_of(layer, forward):
+        return ""
     replacement = getattr(forward, "__qualname__", type(forward).__name__)
     return f"its forward was replaced by {replacement}, which may call that of its class"
