@@ -128,9 +128,7 @@ def prepare_gradients(
         if isinstance(grad, DTensor) and grad.placements != placements:
             grad = grad.redistribute(placements=placements)
         pairs = {gemm: (mesh.local_tensor(grad), right[gemm]) for gemm in gemms}
-    plan, _ = recipe.copies("grad_output", ("grad_weight",), grad.device)
-    transposed = any(plan.transposed)
-    return pairs | folded_gradients(grad, scheme, placements, folds, transposed, spec.weight), None
+    return pairs | folded_gradients(grad, scheme, placements, folds, spec.weight), None
 
 
 def _gemm(

@@ -60,7 +60,6 @@ def folded_gradients(
     scheme: Scheme,
     placements: Placements | None,
     right: Mapping[Gemm, Quantized],
-    transposed: bool,
     owner: Owner,
 ) -> dict[Gemm, tuple[Quantized, Quantized]]:
     """Prepare the operands of the two gradient GEMMs: g1 and wq, g2 and xq.
@@ -70,7 +69,6 @@ def folded_gradients(
         scheme: the scheme of grad_output, with one scale per row.
         right: the right operand of each GEMM: first, for grad_input, the local weight ``[N, K]``
             with scales s, then, for grad_weight, the local input ``[..., K]`` with scales t.
-        transposed: write g2 transposed, if the gradient is local.
 
     Returns:
         Local operands. The scales of each right operand are 1, because they were folded into the
@@ -93,6 +91,8 @@ def folded_gradients(
             grad = grad.redistribute(placements=placements)
         folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
     else:
+        plan, _ = owner.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
+        transposed = any(plan.transposed)
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
         folded = fold_gradient(matrix, scheme.dtype, s, t, transposed)
     # The shape of these scales is one that a GPU's GEMM accepts together with scales of rows.
