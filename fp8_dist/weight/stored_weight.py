@@ -254,8 +254,7 @@ def place_scales(weight: Any, scales: torch.Tensor) -> None:
     if block is None or (block > 1 and scheme.splits_blocks(layout) and not has_pieces):
         placement = Replicate()
     placed = distribute_tensor(scales.detach(), layout.mesh, [placement])
-    weight.module.register_parameter(weight.scales_name, nn.Parameter(placed, requires_grad=False))
-    bind(weight, weight.parameter())
+    share(weight, weight.parameter(), nn.Parameter(placed, requires_grad=False))
 
 
 def check_has_no_codes(state: dict[str, Any], key: str, fqn: str) -> None:
