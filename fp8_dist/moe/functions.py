@@ -345,7 +345,6 @@ def combined_product(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Multiply, and return the outputs to their slots; see :func:`fp8_dist.moe.linear_combine`."""
-    hidden = autocast(hidden)
-    output, stand_in = _Down.apply(hidden, weight.tensor, bias, routing, config, weight)
+    output, stand_in = _Down.apply(autocast(hidden), weight.tensor, bias, routing, config, weight)
     slots = _Combine.apply(output, stand_in, routing, config)
     return slots.view(routing.tokens, routing.top_k, slots.shape[1])
