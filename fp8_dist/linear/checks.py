@@ -40,9 +40,9 @@ def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) ->
                 )
 
 
-def check_summed_in_fp32(input: torch.Tensor, transport: str, fqn: str) -> None:
-    """Raise ValueError for an fp64 input: the transport sums in fp32."""
-    if input.dtype is torch.float64:
+def check_summed_in_fp32(input: torch.Tensor, transport: str | None, fqn: str) -> None:
+    """Raise ValueError for an fp64 input of a layer with a transport, which sums in fp32."""
+    if transport is not None and input.dtype is torch.float64:
         raise ValueError(
             f"{fqn}: reduce_transport={transport!r} sums in fp32, but the input is in fp64; drop "
             "the argument, or cast the model and the input to fp32"

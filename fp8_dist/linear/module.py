@@ -224,8 +224,7 @@ class Float8Linear(nn.Linear):
             checks.check_mesh(weight, input, self.fqn)
             if not (self.float8_weight.is_compared or compiling):
                 self.float8_weight.compare("the first forward")
-        if transport is not None:
-            checks.check_summed_in_fp32(input, transport, self.fqn)
+        checks.check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
             checks.check_alignment(self.config, parameter, input.device, self.fqn)
             if not plain:
@@ -236,8 +235,7 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             checks.check_prepared(self.config, local, self.fqn)
         else:
-            input = autocast(input)
-            input = input if plain else reduced(input)
+            input = reduced(autocast(input))
         settings = self.config, self.output_placements, fqn, self.histories, self.float8_weight
         spec = LinearSpec(*settings, torch.is_grad_enabled(), self.prepared_input, transport)
         return float8_linear(input, weight, bias, parameter, spec)
@@ -388,13 +386,10 @@ def config_text(config: Float8LinearConfig) -> str:
     if config.cast_config_weight.format == "mxfp4":
         names = "blockwise", "mxfp8"
         recipes = {f"{n}, weight_format=mxfp4": named(n, weight_format="mxfp4") for n in names}
-    by_recipe = [
-        [f"recipe={name}", *_options_beside(config, recipe)]
-        for name, recipe in recipes.items()
-        if _casts(config) == _casts(recipe)
-    ]
-    custom = ["recipe=custom", *_options_beside(config, Float8LinearConfig())]
-    shown = min(by_recipe, key=len, default=custom)
+    alike = {name: recipe for name, recipe in recipes.items() if _casts(recipe) == _casts(config)}
+    alike = alike or {"custom": Float8LinearConfig()}
+    texts = [[f"recipe={name}", *_options_beside(config, recipe)] for name, recipe in alike.items()]
+    shown = min(texts, key=len)
     gathers = ["weight"] if config.fsdp_float8_all_gather else []
     gathered = config.recipe.gather_scheme
     gathers += [operand for operand in gathered if gathered[operand] and operand != "weight"]
