@@ -110,9 +110,7 @@ def prepare_gradients(
         The operands; and the local amax of ``grad``, if it was cast with a history.
     """
     gemms, recipe = tuple(right), spec.config.recipe
-    folds: dict[Gemm, Quantized] = {}
-    if recipe.folds:
-        folds = {gemm: operand for gemm, operand in right.items() if isinstance(operand, Quantized)}
+    folds = {g: x for g, x in right.items() if recipe.folds and isinstance(x, Quantized)}
     if not folds:
         how = gemms, placements, spec.source("grad_output"), spec.weight
         left, amax = prepare(grad, "grad_output", *how)
@@ -280,17 +278,19 @@ class _LinearFunction(torch.autograd.Function):
         parameter: torch.Tensor | None,
         spec: LinearSpec,
     ) -> torch.Tensor:
-        x_layout, w_layout, layouts = Layout.of(input), Layout.of(weight), None
+        x_layout, w_layout, whole = Layout.of(input), Layout.of(weight), input
+        layouts = gathered = None
         if x_layout is not None and w_layout is not None:
             placements = x_layout.placements, w_layout.placements
             layouts = mesh.linear_layouts(*placements, input.ndim, spec.fqn)
+            whole = _with_features(input, x_layout, weight.shape[1])
+            gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
         # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
         # spec.training decides.
         needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         parameter = weight if parameter is None else parameter
         w, grad_input_w, w_amax = spec.weight.operands(parameter, needs_input)
-        whole = input if x_layout is None else _with_features(input, x_layout, weight.shape[1])
         source, target = spec.source("input"), layouts and layouts.input
         x, x_amax = prepare(whole, "input", gemms, target, source, spec.weight)
         amaxes = {"input": x_amax, "weight": w_amax}
@@ -304,9 +304,6 @@ class _LinearFunction(torch.autograd.Function):
         uses = spec.config.recipe.uses["input"]
         waited = {gemm: wait_local(x[gemm], uses[gemm]) for gemm in gemms}
         left = waited["output"]
-        gathered = x_layout
-        if layouts is not None and x_layout is not None:
-            gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
         ctx.high = None
         if observers.keeps_operands():
             ctx.high = input.detach(), spec.weight.high_precision(weight)
@@ -324,12 +321,11 @@ class _LinearFunction(torch.autograd.Function):
         ctx.names = tuple(recorded)
         ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
-        if w_layout is not None and layouts is not None:
-            shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-            output = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
-        if not isinstance(output, DTensor):
+        if w_layout is None or layouts is None:
             return output if bias is None else output + bias.to(output.dtype)
-        return _finished(output, bias, spec) if torch.compiler.is_compiling() else output
+        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+        distributed = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
+        return _finished(distributed, bias, spec) if torch.compiler.is_compiling() else distributed
 
     @staticmethod
     @differentiable_once
