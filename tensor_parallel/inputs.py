@@ -14,10 +14,10 @@ from fp8_dist.linear import Float8Linear, checks
 from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
 from fp8_dist.operand import observers
+from fp8_dist.operand.cast import CastToFloat8
 from fp8_dist.operand.history import AmaxHistory
 from fp8_dist.operand.moves import scheme_of_move
-from fp8_dist.operand.prepare import as_float8
-from fp8_dist.operand.sources import FRESH, Source
+from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import allowed_in_graphs
@@ -127,7 +127,7 @@ def as_float8_input(
     replicated = (Replicate(),) * x.device_mesh.ndim
     if scheme_of_move(x, "input", (scheme,), replicated, owner) is None:
         return x
-    return _CastInput.apply(reduced(x), scheme, FRESH if history is None else history)
+    return CastToFloat8.apply(reduced(x), scheme, FRESH if history is None else history)
 
 
 def share_amaxes(inputs: Sequence[Any]) -> None:
@@ -165,18 +165,6 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
 @allowed_in_graphs
 def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     return _Gather.apply(input, _Spec(who, transport))
-
-
-class _CastInput(torch.autograd.Function):
-    """Cast whose gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, scheme: Scheme, source: Source) -> Tensor:
-        return as_float8(input, scheme, source)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return grad, None, None
 
 
 class _Spec(NamedTuple):

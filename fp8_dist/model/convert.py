@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.fsdp.gathers import reshard
@@ -15,7 +15,7 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.linear import Float8Linear, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
-from fp8_dist.mesh import Placements, redistributed
+from fp8_dist.mesh import Placements, linear_layouts, redistributed
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import ConversionSummary, conversion_summary
 from fp8_dist.model.routers import routers
@@ -187,8 +187,8 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
 def _place_input(layer: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Redistribute the input of a tensor-parallel layer for its weight, as torch's styles do."""
     input, *others = args
-    rowwise = layer.weight.placements[0] == Shard(1)
-    return (redistributed(input, (Shard(input.ndim - 1) if rowwise else Replicate(),)), *others)
+    layouts = linear_layouts(input.placements, layer.weight.placements, input.ndim)
+    return (redistributed(input, layouts.input), *others)
 
 
 def _place_output(placements: Placements, layer: nn.Linear, args: Any, output: DTensor) -> DTensor:

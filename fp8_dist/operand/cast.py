@@ -9,6 +9,7 @@ from fp8_dist import scaling
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced
 from fp8_dist.operand.prepare import as_float8
+from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.scaling import Dense, Quantized, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import wrong_type
@@ -77,7 +78,7 @@ def cast_to_float8(
         )
     if dim is not None:
         scheme = scaling.covering((dim % tensor.ndim,), scheme, tensor.ndim)
-    return _CastToFloat8.apply(reduced(tensor), scheme)
+    return CastToFloat8.apply(reduced(tensor), scheme, FRESH)
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
@@ -141,9 +142,11 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-class _CastToFloat8(torch.autograd.Function):
+class CastToFloat8(torch.autograd.Function):
+    """Cast whose gradient passes unchanged."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, scheme: Scheme, source: Source) -> torch.Tensor:
         layout = Layout.of(tensor)
         if layout is not None and layout.mesh.get_coordinate() is None:
             # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
@@ -151,8 +154,8 @@ class _CastToFloat8(torch.autograd.Function):
             one = (local.new_ones((), dtype=torch.float32),)
             empty = Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype))
             return layout.wrap(Float8Tensor.of(empty, tensor.dtype))
-        return as_float8(tensor, scheme)
+        return as_float8(tensor, scheme, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None
