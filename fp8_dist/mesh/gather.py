@@ -69,21 +69,15 @@ def _gathered(
     begins = [list(accumulate(sizes, initial=0)) for sizes in by_rank]
     length = max(_ALIGNMENT, *[ends[-1] for ends in begins])
     device = layouts[0].mesh.device_type
-    messages = torch.empty(len(parts[0]), length, dtype=torch.uint8, device=device)
-    # The input of each gather is this rank's part of its result.
-    buffers, rank = [messages.view(-1)], dist.get_rank()
-    for ranks in reversed(members):
-        buffers.append(buffers[-1].chunk(len(ranks))[ranks.index(rank)])
-    at = 0
+    message, at = torch.empty(length, dtype=torch.uint8, device=device), 0
     for tensor in tensors:
         local = _on_mesh(tensor).contiguous()
         sent = local.view(-1).view(torch.uint8)
-        buffers[-1][at : at + sent.numel()].copy_(sent)
+        message[at : at + sent.numel()].copy_(sent)
         at += _padded(local.shape, local.dtype)
     for name, ranks in zip(groups, members, strict=True):
-        sent = buffers.pop()
-        gather = funcol.all_gather_into_tensor_out(sent, len(ranks), name, out=buffers[-1])
-        funcol.wait_tensor(gather)
+        message = funcol.wait_tensor(funcol.all_gather_into_tensor(message, len(ranks), name))
+    messages = message.view(-1, length)
     dtypes = [tensor.dtype for tensor in tensors]
 
     def full(i: int) -> torch.Tensor:
