@@ -97,25 +97,18 @@ def sum_decoded(
         rank: the rank whose bytes ``local`` replaces in the sum; -1 if ``local`` is added first.
     """
     sums, begin = [], 0
-    for run, numbers, exponents in _parts(wire, runs, dtype):
+    for run, sent in zip(runs, wire.split([run.bytes(dtype) for run in runs], -1), strict=True):
+        exponents = None
+        if run.encoding == "float8":
+            numbers, exponents = run.rows(sent[..., : run.size]), run.rows(sent[..., run.size :])
+        else:
+            if len(runs) > 1:  # a view might not be aligned for the dtype
+                sent = sent.clone(memory_format=torch.contiguous_format)
+            numbers = sent.view(torch.bfloat16 if run.encoding == "bf16" else dtype)
         part = None if local is None else run.rows(local.narrow(-1, begin, run.size))
         sums.append(run.flat(encoding.sum_of_rows(numbers, exponents, part, rank)))
         begin += run.size
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
-
-
-def _parts(
-    wire: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype
-) -> Iterable[tuple[Part, torch.Tensor, torch.Tensor | None]]:
-    """Yield each run with its codes and exponents, in rows, or its numbers and None."""
-    for run, part in zip(runs, wire.split([run.bytes(dtype) for run in runs], -1), strict=True):
-        if run.encoding == "float8":
-            yield run, run.rows(part[..., : run.size]), run.rows(part[..., run.size :])
-        else:
-            number = torch.bfloat16 if run.encoding == "bf16" else dtype
-            if len(runs) > 1:  # a view might not be aligned for the dtype
-                part = part.clone(memory_format=torch.contiguous_format)
-            yield run, part.view(number), None
 
 
 def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -208,8 +201,7 @@ def start_reduction(
         return mesh.redistributed(tensor, placements)
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
     device_mesh, local = tensor.device_mesh, mesh.local_tensor(tensor)
-    ranks, coordinate = device_mesh.size(), device_mesh.get_coordinate()
-    assert coordinate is not None
+    ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
     dim = mesh.sharded_dim(placements[0], tensor.ndim)
     if dim is None:
         local, dim = local.reshape(-1, local.shape[-1]), 0
@@ -221,7 +213,7 @@ def start_reduction(
     runs = runs_of([Part(pieces.shape[-1], transport)])
     received = start_all_to_all(encode(pieces, runs, pieces.dtype), device_mesh.get_group())
     layout = Layout(device_mesh, placements, tensor.shape)
-    return Reduction(received, pieces[coordinate[0]], runs, coordinate[0], layout)
+    return Reduction(received, pieces[rank], runs, rank, layout)
 
 
 def finish_reduction(started: DTensor | Reduction) -> DTensor:
