@@ -154,9 +154,7 @@ class Recipe:
                     f"{operands[1]}, and {off} is DISABLED while {on} is not; disable both or "
                     "neither"
                 )
-            if left is None or right is None:
-                continue
-            if why := left.unfit_beside(right):
+            if left and right and (why := left.unfit_beside(right)):
                 raise ValueError(
                     f"Float8LinearConfig: the GEMM of {gemm} multiplies {operands[0]} (one scale "
                     f"per {left.covers}) by {operands[1]} (one per {right.covers}), but {why}; use "
