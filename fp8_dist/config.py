@@ -311,7 +311,6 @@ class Float8LinearConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        self._check_scaling_types()
         _ = self.recipe
         self._check_power_of_2()
         self._check_fsdp_gather()
@@ -341,18 +340,25 @@ class Float8LinearConfig:
     @cached_property  # because every forward needs it; filled before any graph is traced
     def recipe(self) -> Recipe:
         """The scheme of each operand in each GEMM."""
-        delayed = [o for o in get_args(Operand) if ScalingType.DELAYED in self._types(o)]
         uses: dict[Operand, dict[Gemm, Scheme | None]] = {o: {} for o in get_args(Operand)}
+        types: dict[Operand, set[ScalingType]] = {operand: set() for operand in uses}
         interned: dict[Scheme, Scheme] = {}  # equal schemes become one, which is compared faster
         for gemm, operands in GEMM_OPERANDS.items():
             for operand in operands:
                 config, scheme = self.cast_config(operand, gemm), None
                 if config.enabled:
+                    types[operand].add(config.scaling_type)
                     scheme = config.scheme(operand, self.round_scales_to_power_of_2)
                     if is_second(operand, gemm) and not self.fold_row_scales:
                         scheme = scheme.for_row_contraction
                     scheme = interned.setdefault(scheme, scheme)
                 uses[operand][gemm] = scheme
+        if mixed := [operand for operand, kinds in types.items() if len(kinds) > 1]:
+            raise ValueError(
+                f"Float8LinearConfig: {mixed[0]} has a DELAYED scale in one GEMM and a DYNAMIC one "
+                "in the other; use one scaling_type for both, or DISABLED"
+            )
+        delayed = [operand for operand, kinds in types.items() if ScalingType.DELAYED in kinds]
         return Recipe(uses, delayed, self.fold_row_scales, self.emulate)
 
     def gemm_options(self, gemm: Gemm) -> tuple[bool, bool, bool, bool]:
@@ -365,11 +371,6 @@ class Float8LinearConfig:
         config: Float8GemmConfig = getattr(self, f"gemm_config_{gemm}")
         pads = self.pad_inner_dim or gemm == "grad_weight"
         return config.use_fast_accum, pads, self.emulate, gemm != "output"
-
-    def _types(self, operand: Operand) -> set[ScalingType]:
-        uses = GEMM_OPERANDS.items()
-        casts = [self.cast_config(operand, gemm) for gemm, taken in uses if operand in taken]
-        return {cast.scaling_type for cast in casts if cast.enabled}
 
     @staticmethod
     def from_recipe_name(
@@ -427,14 +428,6 @@ class Float8LinearConfig:
                     f"{cast_arguments} change; set the fields of {field} itself"
                 )
         return replace(found, **casts | fields)
-
-    def _check_scaling_types(self) -> None:
-        for operand in get_args(Operand):
-            if len(self._types(operand)) > 1:
-                raise ValueError(
-                    f"Float8LinearConfig: {operand} has a DELAYED scale in one GEMM and a DYNAMIC "
-                    "one in the other; use one scaling_type for both, or DISABLED"
-                )
 
     def _check_power_of_2(self) -> None:
         given = [getattr(self, field.name) for field in fields(self) if "cast_config" in field.name]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from fp8_dist.kernels.gemm import takes_transposed
-from fp8_dist.scaling import CastPlan, Dense, Level, Scheme
+from fp8_dist.scaling import CastPlan, Level, Scheme
 
 Operand = Literal["input", "weight", "grad_output"]
 Gemm = Literal["output", "grad_input", "grad_weight"]
@@ -74,11 +74,7 @@ class Recipe:
         }
         self._check_operands()
         self.casts = {operand: self._casts_of(operand) for operand in uses}
-        self.delayed: dict[Operand, Dense] = {}
-        for operand in delayed:
-            (scheme,) = self.schemes[operand]
-            assert isinstance(scheme, Dense), f"{operand} has a history, but no scale per tensor"
-            self.delayed[operand] = scheme
+        self.delayed = {operand: self.schemes[operand][0] for operand in delayed}
         self._check_gemms()
         if folds:
             self._check_folding()

@@ -46,7 +46,7 @@ from fp8_dist.device import is_captured
 from fp8_dist.kernels.scale import amax
 from fp8_dist.mesh import all_reduce_max, groups_over
 from fp8_dist.operand.sources import State, owner_of, query, register_handle
-from fp8_dist.scaling import Dense, Scheme, Statistics
+from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.text import warn_once
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
@@ -80,7 +80,7 @@ class AmaxHistory(State):
     restored = False
     is_replaced = False
 
-    def __init__(self, scheme: Dense, length: int, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, scheme: Scheme, length: int, mesh: DeviceMesh | None = None) -> None:
         self.scheme = scheme
         self.length = length
         self.history: torch.Tensor | None = None
