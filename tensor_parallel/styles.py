@@ -23,12 +23,7 @@ from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import check_axis
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.scaling import Scheme
-from fp8_dist.tensor_parallel.inputs import (
-    ModuleInput,
-    as_float8_input,
-    check_transport,
-    share_amaxes,
-)
+from fp8_dist.tensor_parallel import inputs
 from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 from fp8_dist.weight import agreement
@@ -78,7 +73,7 @@ class _Float8LinearStyle(CheckedStyle):
             output_layouts=output_layouts,
             use_local_output=use_local_output,
         )
-        self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
+        self.reduce_transport = inputs.check_transport(reduce_transport, type(self).__name__)
 
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, Float8Linear):
@@ -99,19 +94,18 @@ class _Float8LinearStyle(CheckedStyle):
         module.output_placements = tuple(self.output_layouts)
         module.reduce_transport = self.reduce_transport
         layouts, use_local_output = tuple(self.input_layouts), self.use_local_output
+        transport = self.reduce_transport if isinstance(self, ColwiseParallel) else None
 
-        def annotate(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            if not isinstance(inputs[0], DTensor):
-                return DTensor.from_local(inputs[0], mesh, layouts, run_check=False)
-            is_whole = inputs[0].placements[0].is_replicate()
-            if is_whole and isinstance(self, ColwiseParallel) and self.reduce_transport is not None:
+        def annotate(module: nn.Module, args: Any, mesh: DeviceMesh) -> Any:
+            if not isinstance(args[0], DTensor):
+                return DTensor.from_local(args[0], mesh, layouts, run_check=False)
+            if transport is not None and args[0].placements[0].is_replicate():
                 raise ValueError(
-                    f"{module.fqn}: reduce_transport={self.reduce_transport!r} applies to the "
-                    "reduction of grad_input, which is left to what gathered the input. Give it to "
-                    "that (PrepareFloat8ModuleInput, share_input), or pass the input as a plain "
-                    "tensor"
+                    f"{module.fqn}: reduce_transport={transport!r} applies to the reduction of "
+                    "grad_input, which is left to what gathered the input. Give it to that "
+                    "(PrepareFloat8ModuleInput, share_input), or pass the input as a plain tensor"
                 )
-            return inputs[0]
+            return args[0]
 
         def local_output(module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Any:
             return output.to_local() if use_local_output else output
@@ -188,7 +182,7 @@ class Float8RowwiseParallel(_Float8LinearStyle, RowwiseParallel):
     """
 
 
-class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
+class PrepareFloat8ModuleInput(inputs.ModuleInput, CheckedStyle):
     """``PrepareModuleInput`` that casts floating-point inputs to float8 before it moves them.
 
     Layers that read the same input (q, k, v; w1, w3) then share one cast and one gather. The layers
@@ -303,12 +297,13 @@ class PrepareFloat8ModuleInput(ModuleInput, CheckedStyle):
             cast = device_mesh, scheme, history, layer.float8_weight
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             pairs = zip(args, layouts, strict=False)
-            cast_args = [as_float8_input(x, layout, *cast) for x, layout in pairs]
+            cast_args = [inputs.as_float8_input(x, layout, *cast) for x, layout in pairs]
             cast_kwargs = {
-                name: as_float8_input(x, by_name.get(name), *cast) for name, x in kwargs.items()
+                name: inputs.as_float8_input(x, by_name.get(name), *cast)
+                for name, x in kwargs.items()
             }
             if history is not None:
-                share_amaxes([*cast_args, *cast_kwargs.values()])
+                inputs.share_amaxes([*cast_args, *cast_kwargs.values()])
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
 
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
