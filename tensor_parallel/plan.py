@@ -30,8 +30,7 @@ from fp8_dist.weight.weights import float8_modules
 Plan = dict[str, parallel.ParallelStyle]
 
 # Attributes of an attention module whose values the tensor-parallel size must divide.
-_HEADS = ("n_heads", "n_head", "num_heads")
-_KV_HEADS = ("n_kv_heads", "n_kv_head", "num_key_value_heads")
+_HEADS = ("n_heads", "n_head", "num_heads", "n_kv_heads", "n_kv_head", "num_key_value_heads")
 
 # Names of layers that combine projections. (DeepSeek's kv_b_proj is ordered by head.)
 _FUSED = re.compile(r"qkv|c_attn|query_?key_?value|gate_?up|^in_proj$|(^|_)w?kv(_proj)?$", re.I)
@@ -217,7 +216,7 @@ def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             parent = name.rpartition(".")[0]
             divides_heads = isinstance(style, parallel.ColwiseParallel)
-            for attribute in (*_HEADS, *_KV_HEADS) if divides_heads else ():
+            for attribute in _HEADS if divides_heads else ():
                 count = getattr(model.get_submodule(parent), attribute, None)
                 if isinstance(count, int) and count % size:
                     yield (
