@@ -5,7 +5,7 @@ parts, and assumes equal ones. Its gather of unequal parts aborts, or never ends
 checked where a tensor is divided: there the whole length is known, the same on all ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def check_lengths(model: nn.Module, size: int, styles: dict[str, parallel.Parall
     Only dims along which styles read plain parts are checked, and not the last dim: the layers know
     the number of features. Call this before the styles are applied, so that the check runs first.
     """
-    parts = [(name, part) for name, style in styles.items() for part in _simple_styles(style)]
+    parts = [(name, part) for name, style in styles.items() for part in _parts(style)]
     layouts = (layout for _, style in parts for layout in _read(style))
     dims = {layout.dim for layout in layouts if isinstance(layout, Shard)}
     if not dims or size == 1:
@@ -60,12 +60,9 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
         module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
-def _simple_styles(style: Any) -> Iterator[Any]:
-    """Yield the styles that a style combines, or the style itself."""
-    if isinstance(style, parallel.PrepareModuleInputOutput):
-        yield from (style.prepare_module_input, style.prepare_module_output)
-    else:
-        yield style
+def _parts(style: Any) -> list[Any]:
+    """The styles that a style combines, or the style itself."""
+    return [x for x in vars(style).values() if isinstance(x, parallel.ParallelStyle)] or [style]
 
 
 def _read(style: Any) -> Iterable[Placement | None]:
