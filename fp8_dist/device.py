@@ -60,8 +60,8 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def _nvidia_capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for other devices."""
-    is_nvidias = device.type == "cuda" and torch.version.hip is None
+    """The compute capability of an NVIDIA GPU that is here; (0, 0) for other devices."""
+    is_nvidias = device.type == "cuda" and torch.version.hip is None and torch.cuda.is_available()
     return torch.cuda.get_device_capability(device) if is_nvidias else (0, 0)
 
 
@@ -73,7 +73,7 @@ def device_has_float8_gemm(device: torch.device) -> bool:
     gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
     """
     is_amds = device.type == "cuda" and rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
-    return is_amds or (torch.cuda.is_available() and _nvidia_capability(device) >= (8, 9))
+    return is_amds or _nvidia_capability(device) >= (8, 9)
 
 
 @constant_in_graphs
@@ -120,8 +120,7 @@ def device_has_grouped_gemm(device: torch.device) -> bool:
     and gfx950.
     """
     is_amds = device.type == "cuda" and rocm_arch() in ("gfx942", "gfx950")
-    capabilities = (9, 0), (10, 0)
-    return is_amds or (torch.cuda.is_available() and _nvidia_capability(device) in capabilities)
+    return is_amds or _nvidia_capability(device) in ((9, 0), (10, 0))
 
 
 # The recipe whose blocks each kind of device multiplies in float8.
@@ -164,20 +163,3 @@ def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:
     """
     if tensor.is_cuda:
         tensor.record_stream(stream)
-
-
-class QueuedWork:
-    """The work that is queued on the current stream now, for which other streams wait.
-
-    A stream waits only once, because all its later work runs after that wait.
-    """
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.current_stream().record_event()
-        self._waited: set[torch.cuda.Stream] = set()
-
-    def wait(self, stream: torch.cuda.Stream) -> None:
-        """Make a stream wait for the work, unless it has done so before."""
-        if stream not in self._waited:
-            self._waited.add(stream)
-            stream.wait_event(self._event)

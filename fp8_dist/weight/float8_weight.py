@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from fp8_dist import fsdp_internals, mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import QueuedWork, is_float8
+from fp8_dist.device import is_float8
 from fp8_dist.kernels import scale
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
@@ -130,7 +130,7 @@ class Float8Weight:
         self.is_compared = False
         self.fsdp: fsdp_internals.FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
-        self.scales_ready: QueuedWork | None = None
+        self.scales_ready: torch.cuda.Event | None = None
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
 
     def __reduce__(self) -> Any:

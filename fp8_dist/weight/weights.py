@@ -8,7 +8,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.device import QueuedWork
 from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -136,7 +135,7 @@ def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     if not torch.cuda.is_available():
         return
     if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
-        event = QueuedWork()
+        event = torch.cuda.current_stream().record_event()
         for weight in on_gpu:
             weight.scales_ready = event
 

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
-    device,
     float8_layers,
     update_float8_scales,
 )
@@ -175,10 +174,10 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     assert not found, shown(found)
 
 
-_WAIT = f"{device.__name__}.QueuedWork.wait"
 # What makes statistics: all-reduces for tensors, and kernels for rows and histories.
 _MADE = "(all_reduce on NCCL|(_many|amax) on compute) .*"
 _SCALES_TOO_EARLY = f"(_cast|add|all_gather_copy_in) on .* reads what {_MADE}"
+_EVENT = Training("tensorwise", event=True)
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
 
 
@@ -186,11 +185,11 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
     ("left_out", "training", "expected"),
     [
         (
-            _WAIT,
+            "fp8_dist.fsdp.update.mark_scales_ready",
             Training("delayed", event=True),
             f"{_SCALES_TOO_EARLY}|memory of .* is allocated again before stack on compute .*",
         ),
-        (_WAIT, Training("tensorwise", event=True), _SCALES_TOO_EARLY),
+        ("fp8_dist.fsdp.precompute.mark_scales_ready", _EVENT, _SCALES_TOO_EARLY),
         # What gathers on other streams need.
         (
             f"{weight.__name__}.keep_for",
