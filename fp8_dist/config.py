@@ -233,17 +233,16 @@ class CastConfig:
 
         A scheme that is given as an object is shown by its key.
         """
+        kind, covers = self.scaling_type.short_str(), self.scaling_granularity
         if not self.enabled:
-            return self.scaling_type.short_str()
-        covers = self.scaling_granularity
+            return kind
         if isinstance(covers, Scheme):
-            return f"{self.scaling_type.short_str()}_{self.scheme(operand, False).key}"
-        shown, dtype = covers.short_str(), short_name(self.dtype_for(operand))
-        shown += f"_{self.scale_rule}" if self.scale_rule else ""
-        shown += "_fp32" if self.scale_format == "fp32" else ""
-        shown += "_of_bf16" if self.source == "bf16" else ""
-        dtype = self.format if self.format != "e4m3" else dtype
-        return f"{self.scaling_type.short_str()}_{shown}_{dtype}"
+            return f"{kind}_{self.scheme(operand, False).key}"
+        scales = "fp32" if self.scale_format == "fp32" else None
+        source = "of_bf16" if self.source == "bf16" else None
+        dtype = short_name(self.dtype_for(operand)) if self.format == "e4m3" else self.format
+        words = kind, covers.short_str(), self.scale_rule, scales, source, dtype
+        return "_".join(filter(None, words))
 
 
 @dataclass(frozen=True)
