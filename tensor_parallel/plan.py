@@ -226,9 +226,8 @@ def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
 
 
 def _ties(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several, in one module or in different ones."""
+    """Return the names of each parameter that has several."""
     names: dict[int, list[str]] = {}
-    for fqn, module in model.named_modules():
-        for name, parameter in module.named_parameters(fqn, recurse=False, remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     return [tied for tied in names.values() if len(tied) > 1]
