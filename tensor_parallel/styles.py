@@ -236,38 +236,34 @@ class PrepareFloat8ModuleInput(inputs.ModuleInput, CheckedStyle):
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         layers, kind = float8_layers(module), type(module).__name__
         fqn = self.fwd_config_submodule_fqn
+        casts = {name: input_cast(layer) for name, layer in layers.items() if fqn in (None, name)}
+        shown = {name: layers[name].extra_repr() for name in casts}
+        dtypes = [cast[0].dtype for cast in casts.values() if cast is not None]
         if not layers:
             yield (
                 f"PrepareFloat8ModuleInput: this {kind} contains no Float8Linear; convert the "
                 "model first, or use torch's PrepareModuleInput"
             )
-            return
-        if fqn is not None and fqn not in layers:
+        elif not casts:
             yield (
                 f"PrepareFloat8ModuleInput: fwd_config_submodule_fqn={fqn!r} is not a Float8Linear "
                 f"in this {kind}; it has {list(layers)}"
             )
-            return
-        followed = layers if fqn is None else {fqn: layers[fqn]}
-        casts = {name: input_cast(layer) for name, layer in followed.items()}
-        # A layer whose cast is None, if there is one; else the first layer.
-        name, cast = min(casts.items(), key=lambda item: item[1] is not None)
-        if cast is None:
+        elif len(dtypes) < len(casts):
             yield (
                 f"PrepareFloat8ModuleInput: no single float8 copy of the input serves all GEMMs of "
-                f"{', '.join(casts)} ({name}: {layers[name].extra_repr()}); use torch's "
-                "PrepareModuleInput"
+                f"{', '.join(casts)}: {shown}; use torch's PrepareModuleInput"
             )
         elif len(set(casts.values())) > 1:
             yield (
                 "PrepareFloat8ModuleInput: the layers that share this input cast it differently: "
-                f"{ {n: layer.extra_repr() for n, layer in followed.items()} }; give them one "
-                "config, or name the one to follow in fwd_config_submodule_fqn"
+                f"{shown}; give them one config, or name the one to follow in "
+                "fwd_config_submodule_fqn"
             )
-        elif self.float8_dtype not in (None, cast[0].dtype):
+        elif self.float8_dtype not in (None, *dtypes):
             yield (
                 f"PrepareFloat8ModuleInput: float8_dtype={self.float8_dtype}, but the layers "
-                f"({', '.join(casts)}) cast their input to {cast[0].dtype}; drop the argument"
+                f"({', '.join(casts)}) cast their input to {dtypes[0]}; drop the argument"
             )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
