@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from fp8_dist import report as report
     from fp8_dist import tensor_parallel as tensor_parallel
     from fp8_dist.api import *
-    from fp8_dist.api import __all__ as __all__
 
 
 _fill = export(__name__, "fp8_dist.api", ("debug", "doctor", "report", "tensor_parallel"))

@@ -52,6 +52,7 @@ class AfterImport(MetaPathFinder):
 def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[[], None]:
     """Give a package the names in ``__all__`` of a module that needs torch.
 
+    Without ``__all__``, these are the version and the names that do not begin with an underscore.
     They become attributes now if torch is imported, otherwise when one of them is first used.
 
     Args:
@@ -67,7 +68,9 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[
     def fill() -> None:
         if "__all__" not in names:
             module = import_module(home)
-            names.update({name: getattr(module, name) for name in (*module.__all__, "__all__")})
+            public = [n for n in dir(module) if n == "__version__" or not n.startswith("_")]
+            names["__all__"] = getattr(module, "__all__", public)
+            names.update({name: getattr(module, name) for name in names["__all__"]})
 
     def get(name: str) -> Any:
         if find_spec(f"{package}.{name}") is not None:
