@@ -42,5 +42,4 @@ def _fill_with_torch() -> bool:
     return True
 
 
-if not _fill_with_torch():
-    AfterImport(lambda name: name == "torch" or name.startswith(f"{__name__}."), _fill_with_torch)
+AfterImport(lambda name: name == "torch" or name.startswith(f"{__name__}."), _fill_with_torch)

@@ -19,6 +19,7 @@ from fp8_dist.linear import (
     float8_layers as float8_layers,
     invalidate_float8_scales as invalidate_float8_scales,
 )
+from fp8_dist.model import flops as _flops  # noqa: F401  # registers FLOP formulas
 from fp8_dist.model.checkpoint_policy import (
     selective_checkpoint_policy as selective_checkpoint_policy,
 )
@@ -33,7 +34,6 @@ from fp8_dist.model.export import (
     iter_float8_weights as iter_float8_weights,
 )
 from fp8_dist.model.filters import auto_filter as auto_filter, skip_head as skip_head
-from fp8_dist.model.flops import register as _register_flops
 from fp8_dist.model.freeze import (
     dequantized as dequantized,
     freeze_to_float8 as freeze_to_float8,
@@ -48,5 +48,3 @@ from fp8_dist.tensor import Float8Tensor as Float8Tensor
 from fp8_dist.version import __version__ as __version__
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_float8_dynamic_scale
-
-_register_flops()

@@ -14,7 +14,7 @@ from typing import Any
 
 
 class AfterImport(MetaPathFinder):
-    """A meta path finder that calls a function after imports of certain modules.
+    """A meta path finder that calls a function now, and after imports of certain modules.
 
     It stops when the function returns True. Of nested imports, only the outermost one counts.
 
@@ -25,7 +25,8 @@ class AfterImport(MetaPathFinder):
 
     def __init__(self, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
         self._is_meant, self._call, self._depth = is_meant, call, 0
-        sys.meta_path.insert(0, self)
+        if not call():
+            sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if not self._is_meant(name):

@@ -60,17 +60,13 @@ _FORMULAS: dict[Any, Any] = {
 _COUNTER = "torch.utils.flop_counter"
 
 
-def register() -> None:
-    """Let torch count these operators, from now on."""
-    if _COUNTER in sys.modules:
-        _add_formulas()
-    else:  # not imported here, because it imports Triton
-        AfterImport(_COUNTER.__eq__, _add_formulas)
-
-
 def _add_formulas() -> bool:
-    counter: Any = sys.modules[_COUNTER]
-    for operator, formula in _FORMULAS.items():
+    """Let torch count these operators, if its counter is imported."""
+    counter: Any = sys.modules.get(_COUNTER)
+    for operator, formula in _FORMULAS.items() if counter else ():
         if operator not in counter.flop_registry:
             counter.register_flop_formula(operator)(formula)
-    return True
+    return counter is not None
+
+
+AfterImport(_COUNTER.__eq__, _add_formulas)  # not imported here, because it imports Triton
