@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+# A name with "router" in one part, and with "expert" in no later part.
+_IN_ROUTER = re.compile(r"router(?!.*\..*expert)", re.I)
 # The name of a gate that is a layer, and of a module that consists of gates or of a gate's layers.
 _GATE = re.compile("gates?|gating|wg", re.I)
 _OF_GATE = re.compile(f"(.*_)?({_GATE.pattern})(_?(fn|head|layer|linear|mlp|net|network))?s?", re.I)
@@ -30,17 +32,7 @@ def is_called_router(fqn: str, out_features: int, in_features: int) -> bool:
     This serves layers whose neighbors are unknown.
     """
     is_gate = bool(_GATE.fullmatch(fqn.rpartition(".")[2]))
-    return _is_in_router(fqn) or (is_gate and 4 * out_features <= in_features)
-
-
-def _is_in_router(fqn: str) -> bool:
-    """Return whether a part of a name contains "router", and no later part contains "expert"."""
-    parts = fqn.lower().split(".")
-    router, expert = (
-        max((i for i, part in enumerate(parts) if word in part), default=-1)
-        for word in ("router", "expert")
-    )
-    return router >= max(expert, 0)
+    return bool(_IN_ROUTER.search(fqn)) or (is_gate and 4 * out_features <= in_features)
 
 
 def routers(model: nn.Module) -> Iterator[nn.Module]:
@@ -53,7 +45,7 @@ def routers(model: nn.Module) -> Iterator[nn.Module]:
     layer needs no second sign if it has as many outputs as there are modules called experts.
     """
     for fqn, parent in model.named_modules():
-        if _is_in_router(fqn):
+        if _IN_ROUTER.search(fqn):
             yield parent
         places = (fqn.rpartition(".")[2], parent), *parent.named_children()
         beside = {facts for name, module in places for facts in _experts(name, module)}
