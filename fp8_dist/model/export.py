@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels.blocks import fp32_scales
@@ -273,8 +273,7 @@ def _entries(
     if packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
-        replicated = (Replicate(),) * layout.mesh.ndim
-        scales = Layout(layout.mesh, replicated, scales.shape).wrap(scales)
+        scales = DTensor.from_local(scales, layout.mesh, run_check=False)  # replicated
     for key in source.keys:
         data_parts, scale_parts = (
             {key: x} if layout is not None else entries_of(model, weight, key, x)
@@ -362,8 +361,7 @@ def _cast(
     wholes = reduction.global_statistics_of_tensors([*measured.values()])
     for (i, (scheme, statistics, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
-        if layout is not None and any(scheme.axes(layout)):  # ranks share blocks
-            statistics = scheme.local_part(whole, layout)
+        statistics = whole if layout is None else scheme.local_part(whole, layout)
         (cast,), _ = cast_local(shard, CastPlan((scheme,)), layout, Given([statistics]))
         device = shard.device if stays_on_mesh else parameter.device
         tensors[i] = with_local(parameter, cast.qdata.to(device))
