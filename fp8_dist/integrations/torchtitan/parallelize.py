@@ -257,11 +257,9 @@ def _place(
     layer: Any, mesh: Any, inputs: dict[nn.Module, Any], is_local: bool, transport: Encoding
 ) -> None:
     """Let a layer redistribute its own output, and declare the placements of local tensors."""
-    sharding = layer._sharding_config
-    dim, moves = _weight_dim(layer), sharding.out_dst_shardings is not None
-    output = sharding.out_dst_shardings if moves else sharding.out_src_shardings
-    if moves:
-        layer._sharding_config = replace(sharding, out_src_shardings=output, out_dst_shardings=None)
+    dim, sharding = _weight_dim(layer), layer._sharding_config
+    output = sharding.out_dst_shardings or sharding.out_src_shardings
+    layer._sharding_config = replace(sharding, out_src_shardings=output, out_dst_shardings=None)
     (placement,) = resolve_placements(output, mesh)
     if not is_local:
         layer.output_placements = (placement,)
