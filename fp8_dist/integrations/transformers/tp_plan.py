@@ -76,7 +76,9 @@ class Structure:
         ]
         styles = self.matched_styles()
         self.raise_problems()
-        stacks = [*filter(None, dict.fromkeys(map(self.outermost_module_list, styles)))]
+        lists = [name for name, m in self.modules.items() if isinstance(m, nn.ModuleList)]
+        outermost = [s for s in lists if not any(s.startswith(f"{outer}.") for outer in lists)]
+        stacks = [s for s in outermost if any(name.startswith(f"{s}.") for name in styles)]
         if not stacks:
             self.add_problem("it declares no plan for its layers")
         elif len(stacks) > 1:
@@ -133,12 +135,6 @@ class Structure:
         router = parent in self.routed and not self.modules.get(name, nn.Module())._modules
         return last == _EXPERTS or f".{_EXPERTS}." in name or router
 
-    def outermost_module_list(self, name: str) -> str:
-        """Return the name of the outermost nn.ModuleList around a module; "" if there is none."""
-        parts = name.split(".")
-        prefixes = (".".join(parts[:n]) for n in range(1, len(parts)))
-        return next((p for p in prefixes if isinstance(self.modules[p], nn.ModuleList)), "")
-
     def read_blocks(self, styles: dict[str, str], stack: str) -> dict[str, dict[str, str]]:
         blocks: dict[str, dict[str, str]] = {}
         for name, style in styles.items():
@@ -151,7 +147,8 @@ class Structure:
 
     def check_block(self, block: str, styles: dict[str, str]) -> None:
         """Check the modules of a block, and add the norms of its heads to the styles."""
-        kinds, gathers = set(styles.values()), _gathers_outputs(styles)
+        kinds = set(styles.values())
+        gathers = bool(kinds & _GATHERED)
         allowed = _GATHERED if gathers else _SHARDED
         if not kinds <= allowed or not kinds & _READERS or not kinds & _WRITERS:
             self.add_problem(
@@ -160,9 +157,8 @@ class Structure:
             )
         module = self.modules[block]
         for name, child in module.named_modules():
-            is_styled = styles.get(name) in _READERS | _WRITERS | {_HEAD_NORM}
             # Where activations in the block are gathered, a norm needs no style.
-            if not child._parameters or is_styled or (gathers and _is_norm(child)):
+            if not child._parameters or name in styles or (gathers and _is_norm(child)):
                 continue
             if _is_norm(child, getattr(module, "head_dim", 0)):
                 styles[name] = _HEAD_NORM
@@ -236,11 +232,6 @@ class Structure:
             else:
                 self.add_problem(f"{name}: the style {style!r} outside of the layers")
         return heads[0] if heads else None
-
-
-def _gathers_outputs(block: dict[str, str]) -> bool:
-    """Return whether the readers' outputs are gathered, and each writer slices its own input."""
-    return not _GATHERED.isdisjoint(block.values())
 
 
 def _is_norm(module: nn.Module, size: int | None = None) -> bool:
@@ -366,7 +357,7 @@ def _block_styles(
     if in_routed:
         stream = Replicate()
     readers = {n: module.get_submodule(n) for n, style in styles.items() if style in _READERS}
-    gathers = _gathers_outputs(styles)
+    gathers = not _GATHERED.isdisjoint(styles.values())
     # The number of heads in the output of each reader (of features if the block has no head_dim).
     size = int(getattr(module, "head_dim", 1))
     parts = {name: layer.out_features // size for name, layer in readers.items()}
