@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.kernels.e2m1 import pack_e2m1
@@ -359,7 +358,7 @@ def _cast(
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
     wholes = reduction.global_statistics_of_tensors([*measured.values()])
-    for (i, (scheme, statistics, layout)), whole in zip(measured.items(), wholes, strict=True):
+    for (i, (scheme, _, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         statistics = whole if layout is None else scheme.local_part(whole, layout)
         (cast,), _ = cast_local(shard, CastPlan((scheme,)), layout, Given([statistics]))
@@ -380,7 +379,7 @@ def _shard(weight: Float8Weight) -> Tensor:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside of wrappers of DDP and of ``torch.compile``."""
     while inner := model._modules.get("_orig_mod") or (
-        model.module if isinstance(model, DistributedDataParallel) else None
+        model.module if isinstance(model, nn.parallel.DistributedDataParallel) else None
     ):
         model = inner
     return model

@@ -17,8 +17,7 @@ from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 
-from fp8_dist.moe import Float8ExpertsConfig
-from fp8_dist.moe.dispatch import route
+from fp8_dist.moe import Float8ExpertsConfig, route
 from fp8_dist.moe.experts import add_weights, weight_of
 from fp8_dist.moe.functions import combined_product, grouped_product
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torchtitan.components.quantization import QuantizationConverter
 from torchtitan.components.quantization.utils import module_filter_fn
@@ -240,7 +239,7 @@ def _column_parallel(module: nn.Module, fqn: str) -> list[TitanFloat8Linear]:
 
 
 def _with_prepared_input(
-    module: Any, name: str, prepare: Callable[[torch.Tensor], torch.Tensor]
+    module: Any, name: str, prepare: Callable[[Tensor], Tensor]
 ) -> Callable[..., Any]:
     forward, position = module.forward, module._cache_pos_arg_names().index(name)
 

@@ -7,8 +7,7 @@ makes float8 training layers, whose weights stay in high precision.
 from typing import Any, Literal
 
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig

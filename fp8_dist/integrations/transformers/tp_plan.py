@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from fp8_dist.integrations.transformers import tp_styles
 from fp8_dist.tensor_parallel import plans

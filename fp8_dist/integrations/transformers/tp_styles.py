@@ -13,20 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor import DTensor, Replicate, Shard, parallel
 
 from fp8_dist.mesh import as_dtensor
-from fp8_dist.tensor_parallel import PrepareFloat8ModuleInput
-from fp8_dist.tensor_parallel.inputs import ModuleInput
-from fp8_dist.tensor_parallel.plans import EmbeddingRowwiseParallel, local_if_even
-from fp8_dist.tensor_parallel.styles import CheckedStyle
+from fp8_dist.tensor_parallel import inputs, plans, styles
 
 _SEQUENCE = (Shard(1),)
 
 
-class SequenceEmbedding(EmbeddingRowwiseParallel):
+class SequenceEmbedding(plans.EmbeddingRowwiseParallel):
     """The style of a vocabulary-parallel embedding that starts a sequence-parallel stream.
 
     The output is a DTensor for any length of the sequence, because the model reads the length from
@@ -34,10 +29,10 @@ class SequenceEmbedding(EmbeddingRowwiseParallel):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return RowwiseParallel._apply(self, module, device_mesh)
+        return parallel.RowwiseParallel._apply(self, module, device_mesh)
 
 
-class StreamInput(ParallelStyle):
+class StreamInput(parallel.ParallelStyle):
     """The style of the first layer, whose first argument becomes a sequence-parallel stream.
 
     A plain tensor (``inputs_embeds`` from the user) is assumed to contain the full sequence.
@@ -48,7 +43,7 @@ class StreamInput(ParallelStyle):
         return module
 
 
-class StreamNorm(SequenceParallel):
+class StreamNorm(parallel.SequenceParallel):
     """The style of a norm that runs on the parts of a sequence-parallel stream.
 
     ``returned`` converts the output, a DTensor that is sharded along the sequence.
@@ -69,7 +64,7 @@ class StreamNorm(SequenceParallel):
         return module
 
 
-class BlockInput(ModuleInput, CheckedStyle):
+class BlockInput(inputs.ModuleInput, styles.CheckedStyle):
     """``PrepareModuleInput`` for a module's first argument, given by position or by keyword.
 
     Args:
@@ -101,11 +96,11 @@ class BlockInput(ModuleInput, CheckedStyle):
         return super()._apply(module, device_mesh)
 
 
-class Float8BlockInput(BlockInput, PrepareFloat8ModuleInput):
+class Float8BlockInput(BlockInput, styles.PrepareFloat8ModuleInput):
     """:class:`BlockInput` in float8: one cast and one gather for the layers that read it."""
 
 
-class ReplicatedBlock(ParallelStyle):
+class ReplicatedBlock(parallel.ParallelStyle):
     """The style of a block in a sequence-parallel stream that every rank computes in full.
 
     The first argument is gathered in high precision. Each rank keeps its part of the sequence from
@@ -134,7 +129,8 @@ class ReplicatedBlock(ParallelStyle):
 
 def _split(mesh: DeviceMesh, x: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of a stream. A plain tensor is the whole sequence."""
-    return local_if_even(as_dtensor(x, mesh, (Replicate(),)).redistribute(placements=_SEQUENCE))
+    stream = as_dtensor(x, mesh, (Replicate(),))
+    return plans.local_if_even(stream.redistribute(placements=_SEQUENCE))
 
 
 def _no_view(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.nn as nn
 from accelerate.state import AcceleratorState
-from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
@@ -81,7 +80,7 @@ class Float8Callback(TrainerCallback, ExportableState):
     def on_init_end(self, args: TrainingArguments, *_: Any, model: nn.Module, **kw: Any) -> None:
         """Convert the model, before the Trainer wraps it and makes its optimizer."""
         _check_back_end(args)
-        if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        if any(isinstance(m, nn.parallel.DistributedDataParallel) for m in model.modules()):
             raise ValueError(
                 "Float8Callback: the model is wrapped in DistributedDataParallel already; pass the "
                 "Trainer the model itself, which it wraps after the conversion"
