@@ -205,9 +205,8 @@ def _choose(
         if not isinstance(layer, nn.Linear):
             continue
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
-            LEFT_OUT[layer] = "module_filter_fn returned False"
-            if isinstance(module_filter_fn, LayerFilter):
-                LEFT_OUT[layer] = module_filter_fn.reason(fqn)
+            reasons = module_filter_fn.reasons if isinstance(module_filter_fn, LayerFilter) else {}
+            LEFT_OUT[layer] = reasons.get(fqn, "module_filter_fn returned False")
         elif isinstance(layer, Float8Linear):
             if config not in (None, layer.config):
                 raise ValueError(

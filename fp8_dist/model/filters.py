@@ -59,6 +59,9 @@ class LayerFilter:
     """A ``module_filter_fn`` that records its reasons; see :func:`skip_head`.
 
     ``names``: other modules to leave out, by full names or consecutive parts of them.
+
+    Attributes:
+        reasons: the reasons why layers are left out, by FQN; ``""`` for a layer that is converted.
     """
 
     def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
@@ -68,7 +71,7 @@ class LayerFilter:
         self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
         self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
         self._names = tuple(names)
-        self._reasons: dict[str, str] = {}
+        self.reasons: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         """Return whether to convert a layer or experts; False for any other module."""
@@ -77,12 +80,8 @@ class LayerFilter:
             shapes = {"weight": (module.out_features, module.in_features)}
         if not shapes:
             return False
-        self._reasons[fqn] = self._why_not(module, fqn, shapes)
-        return not self._reasons[fqn]
-
-    def reason(self, fqn: str) -> str:
-        """Return the reason why a layer was left out, for messages."""
-        return self._reasons[fqn]
+        self.reasons[fqn] = self._why_not(module, fqn, shapes)
+        return not self.reasons[fqn]
 
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         if (named := next((name for name in self._names if is_part(name, fqn)), None)) is not None:
@@ -181,7 +180,7 @@ class AutoFilter(LayerFilter):
     @property
     def report(self) -> AutoFilterReport:
         """The decisions so far, with one row per weight."""
-        names = self._reasons
+        names = self.reasons
         unmatched = tuple(x for x in self._filter_fqns if not any(x in fqn for fqn in names))
         return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), unmatched)
 

@@ -102,7 +102,7 @@ def test_sizes_that_a_gpu_refuses() -> None:
     assert skipped(model, True) == {"1", "2"}
     not_head = skip_head(model)
     assert not not_head(nn.Linear(40, 16), "gate")
-    assert not_head.reason("gate") == "skip_head: in = 40 is not a multiple of 16"
+    assert not_head.reasons["gate"] == "skip_head: in = 40 is not a multiple of 16"
 
 
 def test_what_is_not_a_model_is_refused() -> None:
@@ -225,8 +225,8 @@ def test_routers(case: str) -> None:
         if isinstance(module, nn.Linear):
             is_router = fqn.removeprefix("mlp.") in expected
             for each in (admits, by_size):
-                said = not each(module, fqn) and each.reason(fqn).endswith(": it is a router")
-                assert said == is_router, (fqn, each.reason(fqn))
+                said = not each(module, fqn) and each.reasons[fqn].endswith(": it is a router")
+                assert said == is_router, (fqn, each.reasons[fqn])
 
 
 def test_routers_by_their_names_alone() -> None:

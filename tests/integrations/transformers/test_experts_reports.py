@@ -247,7 +247,7 @@ filter_fqns: 'layers.7' matched no layer""",
     (*_, last) = admits.report.rows
     assert (last.fqn, last.shape) == ("model.layers.1.mlp.experts.down_proj", (2048, 768))
     assert_expected_inline(
-        admits.reason("model.layers.1.mlp.experts"), """auto_filter: gate_up_proj: out <= 2048"""
+        admits.reasons["model.layers.1.mlp.experts"], """auto_filter: gate_up_proj: out <= 2048"""
     )
 
 

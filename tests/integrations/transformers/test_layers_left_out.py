@@ -79,7 +79,7 @@ def test_one_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     filters = skip_head(plain), auto_filter("tensorwise", model=plain)
     for fqn in expected:
         assert not any(each(plain.get_submodule(fqn), fqn) for each in filters)
-        one, other = (each.reason(fqn).partition(": ")[2] for each in filters)
+        one, other = (each.reasons[fqn].partition(": ")[2] for each in filters)
         assert one == other, "auto_filter does not only find it small"
     assert by_the_callback(build(name), tmp_path / "trainer") == expected
     build(name).save_pretrained(tmp_path / "model")
