@@ -135,12 +135,16 @@ def constant_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """``torch.compiler.disable`` that imports dynamo when the function is called."""
+    """``torch.compiler.disable`` that imports dynamo when the function is called.
+
+    ``reason``: why a graph that must not break can't call the function, as a clause.
+    """
+    message = reason and f"{reason}; call it outside of code that is compiled with fullgraph=True"
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         disabled: Callable[_P, _R] = _disable_dynamo(function)
         # Dynamo reads these where a graph would call the function.
-        vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=reason)
+        vars(disabled).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=message)
         return disabled
 
     return decorate

@@ -140,8 +140,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 # A graph writes to parameters when it ends. Within a graph that updates weights, this function
 # would silently use the old values.
 @disabled_in_graphs(
-    "precompute_float8_dynamic_scale looks at weights, which graphs write to when they end; "
-    "call it outside of code that is compiled with fullgraph=True"
+    "precompute_float8_dynamic_scale looks at weights, which graphs write to when they end"
 )
 @torch.inference_mode(False)  # autograd can't save inference tensors
 @torch.no_grad()

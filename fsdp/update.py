@@ -19,10 +19,7 @@ from fp8_dist.weight.weights import float8_weights, mark_scales_ready, weights_o
 _UNUSED = -1.0  # below every amax
 
 
-@disabled_in_graphs(
-    "update_float8_scales updates what graphs ask for when they run; call it outside of "
-    "code that is compiled with fullgraph=True"
-)
+@disabled_in_graphs("update_float8_scales updates what graphs ask for when they run")
 def update_float8_scales(module: nn.Module) -> None:
     """Update the scales of a model after an optimizer step, as its recipes require.
 
@@ -54,10 +51,7 @@ def update_float8_scales(module: nn.Module) -> None:
         sync_float8_amax_and_scale_history(module)
 
 
-@disabled_in_graphs(
-    "sync_float8_amax_and_scale_history updates what graphs ask for when they run; call it "
-    "outside of code that is compiled with fullgraph=True"
-)
+@disabled_in_graphs("sync_float8_amax_and_scale_history updates what graphs ask for when they run")
 @torch.no_grad()
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     """Add the amaxes of this step to the histories of all DELAYED operands, and update the scales.
