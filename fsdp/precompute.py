@@ -21,14 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import pad
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
-from fp8_dist.mesh import Layout, all_reduce_max, common_groups, local_tensor
-from fp8_dist.scaling import Dense, Scheme, Statistics, scheme_named
-from fp8_dist.scaling.reduction import Placed, message_dtype
+from fp8_dist.mesh import Layout, common_groups, local_tensor
+from fp8_dist.scaling import Dense, Scheme, Statistics
+from fp8_dist.scaling.reduction import Placed, all_reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import disabled_in_graphs, set_dtensor_local
 from fp8_dist.weight import agreement
@@ -38,8 +37,8 @@ from fp8_dist.weight.weights import CONVERT_FIRST, float8_modules, float8_weight
 
 _CALLER = "precompute_float8_dynamic_scale"
 
-# The id of a weight, which layers may share, and the key of one of its schemes.
-Key = tuple[int, str]
+# The id of a weight, which layers may share, and one of its schemes.
+Key = tuple[int, Scheme]
 
 
 class _Measured(NamedTuple):
@@ -61,11 +60,10 @@ def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
             # copies would change.
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
                 local = local.to(weight.gathered_as)
-            kind = scheme.key, local.dtype, local.device, device
-            groups.setdefault(kind, {})[id(weight.parameter()), scheme.key] = weight, local
+            kind = scheme, local.dtype, local.device, device
+            groups.setdefault(kind, {})[id(weight.parameter()), scheme] = weight, local
     measured = {}
-    for (name, *_, device), group in groups.items():
-        scheme = scheme_named(name)
+    for (scheme, *_, device), group in groups.items():
         starts = [scheme.start(weight.layout()) for weight, _ in group.values()]
         amaxes = scheme.measure_each([local for _, local in group.values()], starts)
         levels = zip(*[_moved(level, device) for level in zip(*amaxes, strict=True)], strict=True)
@@ -214,21 +212,17 @@ def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
     if not placed:
         return iter(())
     groups, missing = common_groups(axes)
-    rank = dist.get_rank()
-    sizes: list[int] = []
-    parts: list[torch.Tensor] = []
-    dtype = message_dtype([place.local for _, place in placed])
-    for mesh, place in placed:
+    taken: list[int] = []
+    sent: list[Placed] = []
+    for mesh, (local, shape, pieces) in placed:
         # Along the axes of its own mesh a weight is one tensor. Along the missing axes there may be
         # a different one at each coordinate.
         slots, slot = 1, 0
         for axis in missing.get(mesh, ()):
-            slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(rank)
-        before, after = slot * place.size, (slots - slot - 1) * place.size
-        part = place.flat(dtype)
-        parts.append(pad(part, (before, after)) if slots > 1 else part)
-        sizes += [before, place.size, after]
-    return iter(all_reduce_max(torch.cat(parts), groups).split(sizes)[1::3])
+            slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(dist.get_rank())
+        taken.append(slot)
+        sent.append(Placed(local[None], [slots, *shape], [((slot, slot + 1),), *pieces]))
+    return (whole[slot] for whole, slot in zip(all_reduced(sent, groups), taken, strict=True))
 
 
 def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
@@ -238,11 +232,11 @@ def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
     whole: dict[Key, Statistics] = {}
     for key, (_, axes, places) in measured.items():
         levels = zip(places, axes, strict=True)
-        whole[key] = tuple([p.whole(next(reduced)) if over else p.local for p, over in levels])
+        whole[key] = tuple([next(reduced) if over else p.local for p, over in levels])
     for weight, kept in weights.items():
         parameter, statistics = weight.parameter(), list[Statistics]()
         for scheme in kept.schemes:
-            key = id(parameter), scheme.key
+            key = id(parameter), scheme
             layout, _, places = measured[key]
             if kept.whole:
                 statistics.append(whole[key])

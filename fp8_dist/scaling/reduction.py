@@ -108,12 +108,12 @@ def reduced_statistics(scheme: Scheme, local: Statistics, layout: Layout | None)
         # Every rank has a part of each block.
         return (mesh.all_reduce_max(local[0], groups),)
     result = list(local)
-    for i, place, whole in zip(sent, places, _reduced(places, groups), strict=True):
+    for i, place, whole in zip(sent, places, all_reduced(places, groups), strict=True):
         result[i] = place.part(whole).contiguous()
     return tuple(result)
 
 
-def _reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
+def all_reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
     """Reduce local statistics to global ones, in one message."""
     dtype = message_dtype([place.local for place in places])
     message = torch.cat([place.flat(dtype) for place in places])
@@ -146,7 +146,7 @@ def global_statistics_of_tensors(
             places = [Placed.of(part, level, layout, axes) for part, level in levels]
             alike.setdefault(mesh.groups_over(layout.mesh, axes), []).append((i, places))
     for groups, members in alike.items():
-        reduced = iter(_reduced([place for _, places in members for place in places], groups))
+        reduced = iter(all_reduced([place for _, places in members for place in places], groups))
         for i, places in members:
             results[i] = tuple([next(reduced) for _ in places])
     return results
