@@ -172,9 +172,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "optimizer that updates the model"
         )
     trained = {id(p): fqn for fqn, w in weights.items() if (p := w.parameter()).requires_grad}
-    fitting = [
-        opt for opt in optimizers if not trained.keys().isdisjoint(optimizer_steps.updated_by(opt))
-    ]
+    fitting = [opt for opt in optimizers if trained.keys() & optimizer_steps.held_by(opt)]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(

@@ -79,9 +79,7 @@ def check_not_replaced(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         ValueError: one was replaced, so a step would not update the new parameter.
     """
-    if not _replaced:
-        return
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ids = held_by(optimizer)
     for old, (module, name, fqn) in _replaced.items():
         current = getattr(module(), name, None) if id(old) in ids else None
         if current is not None and current is not old and current.requires_grad:
@@ -108,14 +106,9 @@ def hooked_optimizers(optimizer: Any) -> list[Optimizer]:
     return [inner for part in optimizers for inner in hooked_optimizers(part)]
 
 
-def updated_by(optimizer: Optimizer) -> set[int]:
-    """Ids of the parameters that an optimizer's steps update, excluding frozen ones."""
-    return {
-        id(param)
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if param.requires_grad or param.grad is not None
-    }
+def held_by(optimizer: Optimizer) -> set[int]:
+    """The ids of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 @cache
