@@ -18,16 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.torch_internals import (
-    disabled_in_graphs,
-    dtensor_local,
-    make_dtensor,
-    missing,
-    names_of_torch,
-    set_dtensor_local,
-)
+from fp8_dist import torch_internals as internals
 
-with names_of_torch():
+with internals.names_of_torch():
     from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -41,9 +34,9 @@ with names_of_torch():
     _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     if _renamed := [
         *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
-        *missing(FSDPModule, "_get_fsdp_state"),
-        *missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
-        *missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
+        *internals.missing(FSDPModule, "_get_fsdp_state"),
+        *internals.missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
+        *internals.missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
     ]:
         raise AttributeError(f"it has no {', '.join(_renamed)}")
 
@@ -145,7 +138,7 @@ class FsdpParameter:
 
     def replace_local(self, local: Any) -> None:
         """Replace the local tensor by a wrapper of it."""
-        set_dtensor_local(self.sharded, local)
+        internals.set_dtensor_local(self.sharded, local)
         # FSDP2 (2.13) compares the address of this padded tensor with that of the local one, unless
         # it is of a type of its own.
         data = self.own._sharded_param_data
@@ -189,14 +182,14 @@ def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> No
     numbers: torch.Tensor | None = None
     unsharded = [param.unsharded for param in parameters if param.unsharded is not None]
     for parameter in sorted(unsharded, key=lambda param: -param.numel()):
-        local = dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
+        local = internals.dtensor_local(parameter) if isinstance(parameter, DTensor) else parameter
         dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
         if numbers is None or numbers.dtype != dtype or len(numbers) < local.numel():
             numbers = torch.full((local.numel(),), value, dtype=dtype, device=local.device)
         gradient = numbers[: local.numel()].view(local.shape)
         if isinstance(parameter, DTensor):
             mesh, placements = parameter.device_mesh, parameter.placements
-            gradient = make_dtensor(gradient, mesh, placements, parameter.shape)
+            gradient = internals.make_dtensor(gradient, mesh, placements, parameter.shape)
         parameter.grad = gradient
 
 
@@ -290,7 +283,7 @@ def announce_fsdp_reductions(comm_class: type) -> None:
     be None. A new hook runs on the stream of the last reduction.
     """
 
-    @disabled_in_graphs()
+    @internals.disabled_in_graphs()
     @wraps(_post_backward)
     def completed(self: Any, *unused: Any) -> Any:
         if isinstance(self._reduce_scatter_comm, comm_class) and self.reduce_grads:
@@ -298,7 +291,7 @@ def announce_fsdp_reductions(comm_class: type) -> None:
             self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
         return _post_backward(self, *unused)
 
-    @disabled_in_graphs()
+    @internals.disabled_in_graphs()
     @wraps(_foreach_reduce)
     def announced(*args: Any, **kwargs: Any) -> Any:
         bound = _reduction.bind(*args, **kwargs)
