@@ -5,13 +5,12 @@ names it and the release.
 """
 
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache, wraps
 from hashlib import blake2b
-from itertools import accumulate
-from operator import mul
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -64,7 +63,6 @@ with names_of_torch():
     resolve_process_group: Any = _resolve_process_group
     without_dispatch_modes = _python_dispatch._disable_current_modes
     _dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
-    _is_in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -340,8 +338,7 @@ def _spec(
 
 def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
-    sizes = [max(n, 1) for n in shape[:0:-1]]
-    return tuple(accumulate(sizes, mul, initial=1))[::-1] if shape else ()
+    return tuple([math.prod([max(n, 1) for n in shape[dim + 1 :]]) for dim in range(len(shape))])
 
 
 def storage_address(tensor: torch.Tensor) -> int:
@@ -492,7 +489,7 @@ def is_selectively_checkpointed() -> bool:
 
 def outside_of_modes() -> AbstractContextManager[Any]:
     """Disable dispatch modes, such as FakeTensorMode, for operators on the host."""
-    return without_dispatch_modes() if _is_in_dispatch_mode() else nullcontext()
+    return without_dispatch_modes() if has_dispatch_modes() else nullcontext()
 
 
 def has_dispatch_modes() -> bool:
