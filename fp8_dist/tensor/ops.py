@@ -41,6 +41,7 @@ _PARTS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_w
 @implements(
     *_PARTS,
     aten.alias.default,
+    aten.clone.default,
     aten.detach.default,
     aten.expand.default,
     aten.permute.default,
@@ -54,8 +55,8 @@ _PARTS = (aten.chunk.default, aten.slice.Tensor, aten.split.Tensor, aten.split_w
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
     moved = func(x.qdata, *rest, **kwargs)
-    if func in (aten.alias.default, aten.detach.default):
-        return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
+    if func in (aten.alias.default, aten.clone.default, aten.detach.default):
+        return x.rewrap(qdata=moved, scale=_changed(x, lambda level, scale: func(scale)))
     if func in _PARTS and any(level.has_blocks for level in x.scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
     if (transposed := _transposed_scheme(func, x, rest)) is not None:
@@ -203,13 +204,6 @@ def _check_are_float8(func: Any, tensors: Sequence[torch.Tensor]) -> None:
                 f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: cast_to_float8 "
                 "the second, or dequantize() the first"
             )
-
-
-@implements(aten.clone.default)
-def _clone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tensor:
-    x = args[0]
-    scales = tuple([func(scale) if scale.ndim else scale for scale in x.scales])
-    return x.rewrap(qdata=func(x.qdata, *args[1:], **kwargs), scale=scales)
 
 
 @implements(aten.cat.default)
