@@ -73,11 +73,10 @@ def test_without_triton_the_portable_code_serves() -> None:
 import sys, warnings
 sys.modules["triton"] = None  # as if it were not installed
 import torch
-from fp8_dist import kernels
-from fp8_dist.kernels import cuda
+from fp8_dist.kernels import cuda, quantization
 assert not cuda.HAS_TRITON
-assert "cuda" not in kernels.cast_copies.implementations
-run = kernels.quantize.implementations["cuda"]
+assert "cuda" not in quantization.cast_copies.implementations
+run = quantization.quantize.implementations["cuda"]
 given = torch.ones(2, 16), torch.ones(()), torch.float8_e4m3fn
 with warnings.catch_warnings(record=True) as found:
     assert [(run(*given).float() == 1).all() for _ in range(2)] == [True, True]
