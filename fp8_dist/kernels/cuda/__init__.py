@@ -6,10 +6,11 @@ implementations.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from fp8_dist.kernels.blocks import pack_blocks, quantize_block_copies
+from fp8_dist.kernels.blocks import quantize_block_copies
 from fp8_dist.kernels.cuda import gemm as gemm
 from fp8_dist.kernels.encoding import encode_float8
 from fp8_dist.kernels.quantization import quantize
@@ -18,22 +19,19 @@ from fp8_dist.text import warn_once
 HAS_TRITON = find_spec("triton") is not None
 
 
-def _warns_once(portable: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        warn_once(
-            "no Triton",
-            "fp8_dist: there is no Triton in this environment; casts to float8 use torch's "
-            "operators, which move several times as many bytes. pip install triton (the release "
-            "that torch's own metadata names)",
-        )
-        return portable(*args, **kwargs)
-
-    return run
+def _without_triton(portable: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    warn_once(
+        "no Triton",
+        "fp8_dist: there is no Triton in this environment; casts to float8 use torch's operators, "
+        "which move several times as many bytes. pip install triton (the release that torch's own "
+        "metadata names)",
+    )
+    return portable(*args, **kwargs)
 
 
 if HAS_TRITON:
     from fp8_dist.kernels.cuda import triton as triton
 else:
-    for op in (quantize, quantize_block_copies, encode_float8, pack_blocks):
+    for op in (quantize, quantize_block_copies, encode_float8):
         # All portable casts call one of these.
-        op.register("cuda", _warns_once(op.portable))
+        op.register("cuda", partial(_without_triton, op.portable))
