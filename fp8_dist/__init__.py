@@ -13,11 +13,9 @@ The whole library is imported with torch, or when a name of it is first used. On
 imported when they are first used themselves.
 """
 
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from fp8_dist.imports import AfterImport, export
+from fp8_dist.imports import export
 from fp8_dist.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -29,17 +27,4 @@ if TYPE_CHECKING:
     from fp8_dist import tensor_parallel as tensor_parallel
     from fp8_dist.api import *
 
-
-_fill = export(__name__, "fp8_dist.api", ("debug", "doctor", "report", "tensor_parallel"))
-
-
-def _fill_with_torch() -> bool:
-    """Import the library if torch is imported, whose operators and hooks it registers."""
-    if sys.modules.get("torch") is None:
-        return False
-    with suppress(ImportError):  # raised where the library is used, and not by ``import torch``
-        _fill()
-    return True
-
-
-AfterImport(lambda name: name == "torch" or name.startswith(f"{__name__}."), _fill_with_torch)
+export(__name__, "fp8_dist.api", ("debug", "doctor", "report", "tensor_parallel"))

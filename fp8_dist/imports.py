@@ -5,6 +5,7 @@ Packages of commands are imported without torch, so that a command answers ``--h
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,7 +17,8 @@ from typing import Any
 class AfterImport(MetaPathFinder):
     """A meta path finder that calls a function now, and after imports of certain modules.
 
-    It stops when the function returns True. Of nested imports, only the outermost one counts.
+    It stops when the function returns True. Of nested imports, only the outermost one counts. An
+    ImportError that the function raises later than now is ignored.
 
     Args:
         is_meant: takes a module's name, and returns whether it is one of the modules.
@@ -41,8 +43,10 @@ class AfterImport(MetaPathFinder):
             self._depth += 1
             try:
                 load(module)
-                if self._depth == 1 and self in sys.meta_path and self._call():
-                    sys.meta_path.remove(self)
+                if self._depth == 1 and self in sys.meta_path:
+                    with suppress(ImportError):  # the import of this module has succeeded
+                        if self._call():
+                            sys.meta_path.remove(self)
             finally:
                 self._depth -= 1
 
@@ -50,19 +54,16 @@ class AfterImport(MetaPathFinder):
         return spec
 
 
-def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[[], None]:
+def export(package: str, home: str, submodules: Sequence[str] = ()) -> None:
     """Give a package the names in ``__all__`` of a module that needs torch.
 
     Without ``__all__``, these are the version and the names that do not begin with an underscore.
-    They become attributes now if torch is imported, otherwise when one of them is first used.
+    They become attributes when torch is imported, or before that when one of them is first used.
 
     Args:
         package: the name of the package, which is being imported.
         home: the name of the module.
         submodules: modules of the package that ``dir()`` lists, too.
-
-    Returns:
-        A function that imports ``home``, and gives the package its names.
     """
     names = vars(sys.modules[package])
 
@@ -85,7 +86,10 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> Callable[
         fill()
         return sorted({*names, *submodules})
 
+    def fill_with_torch() -> bool:
+        if has_torch := sys.modules.get("torch") is not None:
+            fill()
+        return has_torch
+
     names.update(__getattr__=get, __dir__=list_names)
-    if sys.modules.get("torch") is not None:
-        fill()
-    return fill
+    AfterImport(lambda name: name == "torch" or name.startswith("fp8_dist."), fill_with_torch)
