@@ -180,8 +180,7 @@ class AutoFilter(LayerFilter):
     @property
     def report(self) -> AutoFilterReport:
         """The decisions so far, with one row per weight."""
-        names = self.reasons
-        unmatched = tuple(x for x in self._filter_fqns if not any(x in fqn for fqn in names))
+        unmatched = tuple(x for x in self._filter_fqns if not any(x in fqn for fqn in self.reasons))
         return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), unmatched)
 
 
