@@ -130,11 +130,11 @@ def with_float8(
     """
     check_transport(reduce_transport, "with_float8")
     spec, filters = config.model_spec, list(filter_fqns)
-    model = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=filters)
-    converted = model.build().convert(spec.model)
+    layers = Float8Converter.Config(recipe_name=recipe_name, filter_fqns=filters)
+    layers.build().convert(spec.model)
     if experts_recipe is not None:
         experts = Float8ExpertsConverter.Config(recipe_name=experts_recipe, filter_fqns=filters)
-        converted = experts.build().convert(converted)
+        experts.build().convert(spec.model)
 
     def parallelize(model: nn.Module, *, parallel_dims: Any, **others: Any) -> nn.Module:
         if parallel_dims.tp_enabled:
@@ -157,9 +157,7 @@ def with_float8(
             if float8_weights(part):
                 attach_update(optimizers, part)
 
-    config.model_spec = replace(
-        spec, model=converted, parallelize_fn=parallelize, post_optimizer_build_fn=attach
-    )
+    config.model_spec = replace(spec, parallelize_fn=parallelize, post_optimizer_build_fn=attach)
     return config
 
 
