@@ -136,19 +136,19 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
         TypeError: ``module`` is not an nn.Module.
     """
     weights = weights_of_model(module, "unfreeze_from_float8")
-    stored = {fqn: (w, s) for fqn, w in weights.items() if (s := w.stored()) is not None}
-    for fqn, (weight, _) in stored.items():
+    stored = {fqn: weight for fqn, weight in weights.items() if weight.is_stored}
+    for fqn, weight in stored.items():
         if weight.fsdp is not None:
             raise ValueError(
                 f"unfreeze_from_float8: {fqn} is sharded by FSDP2, which goes on gathering its "
                 "bytes; unfreeze before fully_shard, or load its state dict into another model"
             )
-    warn_of_ddp(weight for weight, _ in stored.values())
+    warn_of_ddp(stored.values())
     parameters: dict[int, nn.Parameter] = {}
-    for weight, parts in stored.values():
-        key = id(parts.data)
+    for weight in stored.values():
+        key = id(weight.parameter())
         if key not in parameters:  # layers may share a weight
-            parameters[key] = nn.Parameter(parts.dequantized(), requires_grad=False)
+            parameters[key] = nn.Parameter(weight.high_precision(), requires_grad=False)
         del weight.module._parameters[weight.scales_name]
         weight.replace(parameters[key])
     give_back_to_ddp(module)
@@ -215,6 +215,5 @@ def _check_packs(fqn: str, weight: Float8Weight) -> None:
 
 def _stored_parameters(module: nn.Module) -> list[str]:
     """The FQNs of the stored weights in ``module``, and of their scales."""
-    stored = {fqn: weight for fqn, weight in float8_weights(module).items() if weight.is_stored}
-    scales = [f"{fqn.removesuffix(w.name)}{w.scales_name}" for fqn, w in stored.items()]
-    return [*stored, *scales]
+    stored = [fqn for fqn, weight in float8_weights(module).items() if weight.is_stored]
+    return [name for fqn in stored for name in (fqn, f"{fqn}_scale_inv")]
