@@ -27,7 +27,7 @@ from fp8_dist.kernels.encoding import encode_float8, pack_rows
 from fp8_dist.operand.sources import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import aligned
-from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode, storage_address
+from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -258,12 +258,12 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, table: CommTable, axes: dict[str, str], path: ModulePath) -> None:
         super().__init__()
         self._table, self._axes, self._path = table, axes, path
-        # The payload dtypes of storages that were viewed as uint8, by the storage's address. The
-        # weak references keep an address from being reused.
-        self._payload_dtypes: dict[int, tuple[StorageWeakRef, torch.dtype]] = {}
+        # The payload dtypes of storages that were viewed as uint8. Weak references to one storage
+        # are equal, and keep its address from being reused.
+        self._payload_dtypes: dict[StorageWeakRef, torch.dtype] = {}
         # The bytes of each payload dtype in messages of several tensors (such as the inputs of
-        # FSDP2's all-gathers), keyed by the address of the message's storage.
-        self._messages: dict[int, tuple[StorageWeakRef, dict[torch.dtype, int]]] = {}
+        # FSDP2's all-gathers), keyed by the message's storage.
+        self._messages: dict[StorageWeakRef, dict[torch.dtype, int]] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -284,20 +284,15 @@ class _Recorder(TorchDispatchMode):
                 return QUERIES[func](*args, **kwargs)
         result = func(*args, **kwargs)
         if func is torch.ops.aten.view.dtype and args[1] == torch.uint8 != args[0].dtype:
-            self._register_payload(args[0], args[0].dtype)
+            self._payload_dtypes[_storage(args[0])] = args[0].dtype
         elif str(func) == "fsdp.all_gather_copy_in.default":
             # FSDP2 copies all its inputs into the buffer of the next all-gather.
             self._register_message(message=args[1], parts=args[0])
         elif func is pack_rows.overload:
             self._register_message(result, [args[0], *args[1]], result.nbytes)
         elif func is encode_float8.overload:
-            self._register_payload(result[0], torch.float8_e4m3fn)
+            self._payload_dtypes[_storage(result[0])] = torch.float8_e4m3fn
         return result
-
-    def _register_payload(self, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-        """Register the payload dtype of uint8 views of a tensor's storage."""
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._payload_dtypes[storage_address(tensor)] = (reference, dtype)
 
     def _register_message(
         self, message: torch.Tensor, parts: Iterable[torch.Tensor], nbytes: int = 0
@@ -307,8 +302,7 @@ class _Recorder(TorchDispatchMode):
         if sizes.keys() - {torch.uint8}:
             # Padding counts as the first dtype.
             sizes[next(iter(sizes))] += max(0, nbytes - sum(sizes.values()))
-            reference = StorageWeakRef(message.untyped_storage())
-            self._messages[storage_address(message)] = (reference, sizes)
+            self._messages[_storage(message)] = sizes
 
     def _record(self, collective: Collective) -> None:
         """Add the rows of a collective to the table."""
@@ -333,14 +327,18 @@ class _Recorder(TorchDispatchMode):
             if isinstance(tensor, Float8Tensor):  # the scales of rows are sent in the same message
                 parts = [tensor.qdata, *[scale for scale in tensor.scales if scale.ndim]]
             for part in parts:
-                address = storage_address(part)
-                _, viewed = self._payload_dtypes.get(address, (None, part.dtype))
-                if address in self._messages:
+                storage = _storage(part)
+                viewed = self._payload_dtypes.get(storage, part.dtype)
+                if storage in self._messages:
                     # Remove the entry, because a graph may reuse the memory for another message.
-                    sizes.update(self._messages.pop(address)[1])
+                    sizes.update(self._messages.pop(storage))
                 else:
                     sizes[viewed if part.dtype == torch.uint8 else part.dtype] += part.nbytes
         return sizes
+
+
+def _storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _axis_name(group: dist.ProcessGroup | None, axes: dict[str, str]) -> str:
