@@ -14,7 +14,7 @@ from two_level import config_named
 
 from fp8_dist import update_float8_scales
 from fp8_dist.debug import CastStats, comm_audit, record
-from fp8_dist.debug.replay import Replay
+from fp8_dist.debug.replay.findings import Replay
 
 # By recipe, whether shards are uneven, and so cut blocks.
 REPLAYED = {"tensorwise": False, "delayed": False, "rowwise_folded": True, "blockwise": True}
@@ -81,7 +81,7 @@ def test_a_fault_of_one_rank_is_named(
         fqn, operand, gemms, element = WHERE[fault]
         first = replayed(tmp_path / fault).findings[0]
         assert (first.step, first.fqn, first.operand) == (STEP, fqn, operand), (fault, first)
-        assert (list(first.gemms), first.element, first.rank) == (gemms, element, FAULTY), first
+        assert (list(first.gemms), first.element, first.ranks) == (gemms, element, (FAULTY,)), first
 
 
 @pytest.mark.parametrize("recipe", REPLAYED)
@@ -103,12 +103,11 @@ def test_what_ranks_do_not_share(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(train_apart, tmp_path, timeout=200)
     assert not Replay(next((tmp_path / "uneven").iterdir())).findings
     (first, *_) = Replay(next((tmp_path / "input").iterdir())).findings
-    assert (first.operand, first.text, first.element, first.ranks, first.rank) == (
+    assert (first.operand, first.text, first.element, first.ranks) == (
         "input",
         "ranks have several values: rank 0 has 4, rank 1 has 9",
         (1, 2, 3),
         (0, 1),
-        None,
     )
 
 

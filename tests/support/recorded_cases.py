@@ -29,7 +29,7 @@ from two_level import config_named
 
 from fp8_dist import convert_to_float8_training, update_float8_scales
 from fp8_dist.debug import record
-from fp8_dist.debug.replay import Finding, Replay
+from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.linear import autograd, rowwise_folded
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import (

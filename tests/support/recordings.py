@@ -11,7 +11,8 @@ import torch
 
 from fp8_dist import Float8Tensor
 from fp8_dist.debug import Recorder
-from fp8_dist.debug.replay import Cast, Replay
+from fp8_dist.debug.replay.comparisons import Cast
+from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
 

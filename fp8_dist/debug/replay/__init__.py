@@ -12,14 +12,6 @@ import argparse
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from fp8_dist.imports import export
-
-if TYPE_CHECKING:
-    from fp8_dist.debug.replay.printing import *
-
-export(__name__, "fp8_dist.debug.replay.printing")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,14 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, metavar="FOLDER", help=kinds)
     args = parser.parse_args(argv)
     printing = import_module(f"{__name__}.printing")
-    recordings = printing.recordings_in(args.folder)
-    complete = [path for path in recordings if not path.suffix]  # not .incomplete
-    folder, *others = complete or recordings or [args.folder]
     try:
-        replay = printing.Replay(folder)
-        print(folder, *others, sep="\nnot shown: ")
-        text = printing.page(replay)
-        print("".join(c if c.isprintable() or c == "\n" else "?" for c in text))  # no control codes
+        return 1 if printing.show(args.folder) else 0
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    return 1 if replay.findings else 0

@@ -47,11 +47,6 @@ class Finding(NamedTuple):
     ranks: tuple[int, ...] = ()
     cast: Cast | None = None
 
-    @property
-    def rank(self) -> int | None:
-        """The rank that has the element; None unless it is known to be a single one."""
-        return self.ranks[0] if len(self.ranks) == 1 else None
-
 
 class Replay:
     """A replay of a recording.

@@ -2,15 +2,26 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.replay.comparisons import Cast, rank_names
 from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.debug.rows import table
 
-__all__ = ["Cast", "Finding", "Replay", "page", "recordings_in"]
-
 _FURTHER = 9  # findings after the first one that are printed
+
+
+def show(folder: Path) -> list[Finding]:
+    """Print and return the findings in a recording, or in the first recording of a folder."""
+    recordings = recordings_in(folder)
+    complete = [path for path in recordings if not path.suffix]  # not .incomplete
+    first, *others = complete or recordings or [folder]
+    replay = Replay(first)
+    print(first, *others, sep="\nnot shown: ")
+    text = page(replay)
+    print("".join(c if c.isprintable() or c == "\n" else "?" for c in text))  # no control codes
+    return replay.findings
 
 
 def page(replay: Replay) -> str:

@@ -14,7 +14,9 @@ from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import AnomalyLimits, Recorder, float8_stats, record
-from fp8_dist.debug.replay import Replay, main, page
+from fp8_dist.debug.replay import main
+from fp8_dist.debug.replay.findings import Replay
+from fp8_dist.debug.replay.printing import page
 from fp8_dist.report.__main__ import main as report
 
 pytestmark = pytest.mark.filterwarnings("ignore:record")
@@ -83,7 +85,7 @@ def test_an_anomaly_writes_its_step_and_the_next_one(tmp_path: Path) -> None:
         Replay(tmp_path / name).findings for name in written(tmp_path)
     )
     assert (first.step, first.fqn, first.operand) == (2, "layers.0.w1", "input")
-    assert (first.element, first.rank, first.is_wrong) == ((10, 3), 0, True)
+    assert (first.element, first.ranks, first.is_wrong) == ((10, 3), (0,), True)
     assert next_finding.element is None  # the casts of step 2 are in its own recording
     assert "layers='layers.0.w1') keeps those" in page(Replay(tmp_path / "step000003"))
     assert first.text == "NaN or infinite"
