@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -49,14 +48,6 @@ _STYLE = {
 }
 
 
-class HeatMaps(NamedTuple):
-    """The heat maps of one kind of cast, of all runs."""
-
-    label: str
-    pictures: list[str]
-    is_loud: bool  # whether a cell is nearly anomalous
-
-
 def charts(runs: Sequence[Run]) -> list[str]:
     """Draw the loss minus that of the first run, if runs can be compared, and each metric."""
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
@@ -83,10 +74,11 @@ def layer_chart(run: Run, fqn: str) -> str:
         return _picture(figure)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
-    """Yield the heat maps of each kind of cast, a map for each measure and run.
+def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], bool]]:
+    """Yield each kind of cast, its heat maps, and whether a cell of them is nearly anomalous.
 
-    A map of another measure than SQNR is left out if no value is above zero.
+    There is a map for each measure and run, except for those without a value above zero. All maps
+    of SQNRs are drawn.
     """
     for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
         progress(f"drawing all layers: {label}")
@@ -103,7 +95,7 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[HeatMaps]:
             if largest > 0 or measure == "sqnr":
                 named = f"{run.name}: {title}" if len(runs) > 1 else title
                 pictures.append(_heat_map(layers, steps, part, bad, named, ends))
-        yield HeatMaps(label, pictures, is_loud)
+        yield label, pictures, is_loud
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
