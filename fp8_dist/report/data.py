@@ -198,9 +198,7 @@ def stats_row(row: JsonRow) -> JsonRow:
 
 
 def _anomaly_row(row: JsonRow) -> JsonRow:
-    ranks = row["ranks"] or []
     text = row["message"].removeprefix(f"step {row['step']}: {row['fqn']}: ")
     cast, _, message = text.partition(": ")
     parsed = {name: row[name] for name in ("step", "fqn", "what")}
-    parsed |= {"cast": cast, "message": message, "rank": ranks[0] if ranks else None}
-    return parsed | {"ranks": ", ".join(map(str, ranks)) or "all"}
+    return parsed | {"cast": cast, "message": message, "ranks": tuple(row["ranks"] or ())}

@@ -150,8 +150,7 @@ def _faults_in_statistics(run: Run) -> Iterator[Fault]:
     for row in run.anomalies:
         step, text = row["step"], f"{row['cast']}: {row['message']}"
         before, is_wrong = _last_before(step, run.stats), row["what"] == "non-finite"
-        ranks = () if row["rank"] is None else (row["rank"],)
-        yield Fault(step, before, text, "statistics", is_wrong, row["fqn"], ranks)
+        yield Fault(step, before, text, "statistics", is_wrong, row["fqn"], row["ranks"])
 
 
 def _operand(row: JsonRow) -> str:
