@@ -47,7 +47,7 @@ def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
     progress(f"drawing {len(runs)} runs" if len(runs) > 1 else f"drawing {runs[0].name}")
     return template.render(
         runs=runs,
-        verdicts=[(run.name, first, [*verdict(run, runs[0])]) for run, first in pairs],
+        verdicts=[(run.name, first, " ".join(verdict(run, runs[0]))) for run, first in pairs],
         is_wrong=any(first.is_wrong for _, first in pairs if first is not None),
         summary=summary(runs),
         anomalies=[row for i, (run, first) in enumerate(pairs) for row in anomalies(i, run, first)],
@@ -119,25 +119,25 @@ def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, [plain(run.config.get(name, "")) for run in runs]) for name in names]
 
 
-def verdict(run: Run, baseline: Run) -> Iterator[tuple[bool, str]]:
-    """Yield sentences about a run, each with whether it reports a fault."""
+def verdict(run: Run, baseline: Run) -> Iterator[str]:
+    """Yield sentences about a run."""
     for name in run.metric_names:
         if bad := [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]:
-            yield True, f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
+            yield f"{name} is not finite in {len(bad)} steps, first in {bad[0]}."
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
     if last and run is not baseline:
         over = f"Over the last {len(last)} common steps"
-        yield False, f"{over} the loss is {baseline.name}'s {median(last):+.2g} (median)."
+        yield f"{over} the loss is {baseline.name}'s {median(last):+.2g} (median)."
     if run.anomalies:
         first = run.anomalies[0]
         count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"
         begin = f"{count} the first in step {first['step']}"
-        yield True, f"{begin}: {first['fqn']}, {first['cast']}: {first['message']}."
+        yield f"{begin}: {first['fqn']}, {first['cast']}: {first['message']}."
     elif run.stats:
         steps = len({row["step"] for row in run.stats})
-        yield False, f"No anomalies in the casts of {steps:,} recorded steps."
+        yield f"No anomalies in the casts of {steps:,} recorded steps."
     else:
-        yield False, "No casts were recorded."
+        yield "No casts were recorded."
 
 
 def anchors(index: int, run: Run, first: Headline | None) -> dict[str, str]:

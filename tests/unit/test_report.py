@@ -289,7 +289,7 @@ def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
             writer.log(step, loss=3 - step / 20 + extra[step % len(extra)])
         baseline = data.read_run(tmp_path / "base")
         run = baseline if name == "base" else data.read_run(tmp_path / name)
-        return " ".join(text for _, text in page.verdict(run, baseline))
+        return " ".join(page.verdict(run, baseline))
 
     assert sentence("base", 0.0) == "No casts were recorded."
     over = "Over the last 20 common steps the loss is base's "
