@@ -340,14 +340,12 @@ def _file_name(rank: int) -> str:
 
 
 def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
-    ranks, shape = [rank], [*low.qdata.shape]
-    pieces = [[[0, n]] for n in shape]
-    if layout is not None:
-        ranks, rows = layout.mesh.mesh.flatten().tolist(), (shape[0], pieces[0])
-        shape = [*layout.shape]
-        pieces = [[[*piece] for piece in dim] for dim in local_pieces(layout)]
-        if len(shape) > low.qdata.ndim:  # a matrix of all rows, which was cast again by rows
-            shape, pieces = [rows[0], shape[-1]], [rows[1], pieces[-1]]
+    whole = low.qdata if layout is None else layout
+    ranks = [rank] if layout is None else layout.mesh.mesh.flatten().tolist()
+    shape, pieces = [*whole.shape], [[[*piece] for piece in dim] for dim in local_pieces(whole)]
+    if len(shape) > low.qdata.ndim:  # a matrix of all rows, which was cast again by rows
+        rows = len(low.qdata)
+        shape, pieces = [rows, shape[-1]], [[[0, rows]], pieces[-1]]
     place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
     return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
 
