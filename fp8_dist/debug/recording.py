@@ -112,7 +112,6 @@ class Recorder(StepObserver):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._forget()
         ends = partial(self.write, "the program ended")
         atexit.register(ends)
         self._undo.callback(atexit.unregister, ends)
