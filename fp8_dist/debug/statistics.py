@@ -81,7 +81,7 @@ class StepObserver(Observer):
             kind = type(self).__name__
             raise RuntimeError(f"this {kind} is already recording; leave its block first")
         self.step += 1
-        self._block = ExitStack()
+        self._block, self._measured = ExitStack(), {}
         if self.step % self._every == 0:
             self._look()
             if self._slots:
@@ -95,12 +95,10 @@ class StepObserver(Observer):
         block.close()
         if error is None and self.step % self._every == 0 and self._slots:
             self._end_step()
-        self._measured = {}
 
     def _end_step(self) -> None:
         """Combine the measures of the ranks, and look for anomalies."""
-        local, self._measured = self._measured, {}
-        measures = self._ranks.combined([*self._slots.values()], local)
+        measures = self._ranks.combined([*self._slots.values()], self._measured)
         # A slot without a scale was measured on no rank.
         self._last = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
         self.rows += self._last
