@@ -21,12 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
         parser.error(f'{" and ".join(missing)} must be installed: pip install "fp8-dist[report]"')
-    data, page = (importlib.import_module(f"fp8_dist.report.{name}") for name in ("data", "page"))
+    page = importlib.import_module("fp8_dist.report.page")
     out = args.out or args.runs[0] / "report.html"
     try:
         headlines, notes = page.write(out, args.runs)
-    except data.NoRun as error:
-        parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror or error}")
     print(*headlines, f"written: {out}", sep="\n")

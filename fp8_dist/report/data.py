@@ -5,6 +5,7 @@ lines are still worth seeing.
 """
 
 import dataclasses
+import errno
 import json
 import math
 import sys
@@ -36,10 +37,6 @@ FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
 def progress(text: str) -> None:
     """Print what the report does next, to stderr."""
     print(text, file=sys.stderr, flush=True)
-
-
-class NoRun(Exception):
-    """An error for a folder that has no file of a run."""
 
 
 @dataclasses.dataclass
@@ -93,11 +90,12 @@ def read_run(folder: Path) -> Run:
     """Read the folder of a run.
 
     Raises:
-        NoRun: the folder has none of ``FILES``, and no recording.
+        FileNotFoundError: the folder has none of ``FILES``, and no recording.
     """
     recordings = recordings_in(folder.absolute())
     if not recordings and not any((folder / name).is_file() for name in FILES):
-        raise NoRun(f"{folder} has none of the files of a run: {', '.join(FILES)}")
+        text = f"has none of the files of a run: {', '.join(FILES)}"
+        raise FileNotFoundError(errno.ENOENT, text, str(folder))
     progress(f"reading {folder}")
     run = Run(folder.resolve().name)
 
