@@ -120,9 +120,8 @@ class CommTable:
         A mixed gather is counted under its float8 dtype, or under its first dtype if it has no
         float8.
         """
-        fields = {"op": op, "axis": axis, "dtype": dtype, "module": module}
-        given = {name: value for name, value in fields.items() if value is not None}
-        rows = [r for r in self.rows if all(getattr(r, n) == v for n, v in given.items())]
+        fields = {"op": op, "axis": axis, "dtype": dtype, "module": module}.items()
+        rows = [r for r in self.rows if all(v in (None, getattr(r, n)) for n, v in fields)]
         return sum(row.count for row in rows)
 
     def without_modules(self) -> "CommTable":

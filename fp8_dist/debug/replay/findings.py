@@ -109,14 +109,13 @@ class Replay:
             wrong.append(comparisons.find_wrong_folds(parts, others))
         if (first_wrong := next(chain(*wrong), None)) is not None:
             yield Finding(True, *place, *first_wrong, cast)
-            return
-        if cast is None:
+        elif cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
-            return
-        self.checked["casts equal those of one device, bit for bit"] += 1
-        texts = [text_of(anomaly) for anomaly in FirstAnomalies(self._limits).of(cast.stats())]
-        if texts:
-            yield Finding(False, *place, "; ".join(texts), *cast.largest(), cast)
+        else:
+            self.checked["casts equal those of one device, bit for bit"] += 1
+            anomalies = FirstAnomalies(self._limits).of(cast.stats())
+            if text := "; ".join(map(text_of, anomalies)):
+                yield Finding(False, *place, text, *cast.largest(), cast)
 
     def _check_operands(self, record: Record) -> Iterator[Finding]:
         gemm, rank = record["gemm"], record["rank"]
