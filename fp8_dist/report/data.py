@@ -47,7 +47,7 @@ class Run:
         name: the name of the folder.
         config: config.json, with the limits of anomalies as AnomalyLimits.
         metrics: one row for each step of metrics.jsonl.
-        comm: the collectives of comm.json; None if there is no such file.
+        comm: the collectives of comm.json; None if they could not be read.
         stats: the rows of float8_stats.jsonl, in the order of layers; see :func:`stats_row`.
         anomalies: the rows of anomalies.jsonl.
         recordings: the recordings of ``fp8_dist.debug.record`` in the run's folder and subfolders,
@@ -99,22 +99,16 @@ def read_run(folder: Path) -> Run:
     progress(f"reading {folder}")
     run = Run(folder.resolve().name)
 
-    def rows(name: str, parse: Callable[[JsonRow], _T]) -> list[_T]:
-        """Return the parsed rows of a file of one row per line, or of a list of rows."""
+    def rows(name: str, parse: Callable[[Any], _T]) -> list[_T]:
+        """Return the parsed rows of a file: one for each line, or one for all of a .json file."""
         path = folder / name
         if not path.is_file():
             return []
         text = path.read_text(errors="replace")
-        is_lines = name.endswith("jsonl")
-        try:
-            whole = text.splitlines() if is_lines else json.loads(text)
-        except ValueError as error:
-            run.notes.append(f"{path} can't be read: {error}")
-            return []
         parsed, errors = [], []
-        for number, row in enumerate(whole if isinstance(whole, list) else [whole], 1):
+        for number, row in enumerate(text.splitlines() if name in writer.GROWING else [text], 1):
             try:
-                parsed.append(parse(json.loads(row) if is_lines else row))
+                parsed.append(parse(json.loads(row)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 errors.append(f"row {number}: {error!r}")
         if errors:
@@ -126,7 +120,7 @@ def read_run(folder: Path) -> Run:
     for row in rows(writer.METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
-    run.comm = CommTable(rows(writer.COMM, _comm_row)) if (folder / writer.COMM).is_file() else None
+    run.comm = next(iter(rows(writer.COMM, _comm_table)), None)
     for path in recordings:
         _read_recording(run, path)
     run.stats = rows(writer.STATS, stats_row)
@@ -175,6 +169,10 @@ def _config(row: JsonRow) -> JsonRow:
 
 def _metrics_row(row: JsonRow) -> JsonRow:
     return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
+
+
+def _comm_table(rows: list[JsonRow]) -> CommTable:
+    return CommTable(map(_comm_row, rows))
 
 
 def _comm_row(row: JsonRow) -> CommRow:
