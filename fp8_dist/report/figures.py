@@ -13,7 +13,6 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
@@ -196,9 +195,7 @@ def _heat_map(
     """
     figure = Figure(figsize=(13, 1.4 + 0.2 * len(layers)), layout="constrained")
     axes = figure.subplots()
-    empty = Rectangle((0, 0), 1, 1, transform=axes.transAxes, fill=False, linewidth=0, zorder=-1)
-    empty.set(hatch="//", edgecolor=EMPTY)
-    axes.add_patch(empty)
+    axes.patch.set(hatch="//", edgecolor=EMPTY, linewidth=0)
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
     # Clipped, because an exact result has an infinite SQNR.
     image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
