@@ -103,14 +103,13 @@ class StepObserver(Observer):
         self._last = [row_of(s, m, self.step) for s, m in measures.items() if m.scale != -math.inf]
         self.rows += self._last
         # Report anomalies in the order of the casts, so that causes come before effects.
-        count = len(self.anomalies)
-        for row in sorted(self._last, key=lambda row: row.position):
-            for anomaly in self._first.of(row):
-                self.anomalies.append(anomaly)
-                if callable(self._on_anomaly):
-                    self._on_anomaly(anomaly)  # on all ranks
-        new = self.anomalies[count:]
-        if new and self._on_anomaly == "warn" and self._ranks.is_first():
+        ordered = sorted(self._last, key=lambda row: row.position)
+        new = [anomaly for row in ordered for anomaly in self._first.of(row)]
+        self.anomalies += new
+        if callable(self._on_anomaly):
+            for anomaly in new:
+                self._on_anomaly(anomaly)  # on all ranks
+        elif new and self._on_anomaly == "warn" and self._ranks.is_first():
             warnings.warn(f"float8_stats: {rows.summarized(new)}", stacklevel=3)
 
 
