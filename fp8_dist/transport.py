@@ -4,7 +4,7 @@ Nothing is summed in the narrow type. Ranks exchange encoded pieces in an all-to
 owns a sum decodes the pieces it receives, and adds them in fp32, in the order of ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -165,19 +165,9 @@ def all_reduce(
     return torch.cat([c.flatten()[: p.size] for c, p in zip(columns, parts, strict=True)])
 
 
-class Reduction(NamedTuple):
-    """A sum in flight, which :func:`finish_reduction` completes."""
-
-    received: torch.Tensor  # [W, ..., bytes], in flight: the pieces of all ranks for this one
-    local: torch.Tensor  # this rank's summand, padded to the size of the first piece
-    runs: tuple[Part, ...]
-    rank: int
-    layout: Layout  # of the result
-
-
 def start_reduction(
     tensor: DTensor, placements: Placements, transport: Encoding
-) -> DTensor | Reduction:
+) -> Callable[[], DTensor]:
     """Start to redistribute a DTensor to other placements.
 
     A reduce-scatter, from Partial to Shard, becomes an all-to-all of encoded pieces, one for each
@@ -191,6 +181,9 @@ def start_reduction(
         tensor: a DTensor, on a 1-D mesh if ``transport`` is not None.
         transport: the encoding of the pieces and of gathered sums; None for torch's collectives.
 
+    Returns:
+        A function that returns the result, which is in flight if torch redistributes it.
+
     Collectives: an all-to-all of W pieces of the size of the first piece (smaller pieces are
     padded, as in torch's reduce-scatter), then for an all-reduce an all-gather of as many bytes; or
     those of ``DTensor.redistribute``.
@@ -198,13 +191,16 @@ def start_reduction(
     may_encode = transport is not None and tensor.device_mesh.size() > 1 and tensor.numel() > 0
     is_sum = may_encode and tensor.placements[0] == Partial() and not placements[0].is_partial()
     if not is_sum or mesh.has_strided_placements(placements):
-        return mesh.redistributed(tensor, placements)
+        moved = mesh.redistributed(tensor, placements)
+        return lambda: moved
     assert tensor.device_mesh.ndim == 1, tensor.device_mesh
     device_mesh, local = tensor.device_mesh, mesh.local_tensor(tensor)
     ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
-    dim = mesh.sharded_dim(placements[0], tensor.ndim)
-    if dim is None:
-        local, dim = local.reshape(-1, local.shape[-1]), 0
+    layout = Layout(device_mesh, placements, tensor.shape)
+    shard_dim = mesh.sharded_dim(placements[0], tensor.ndim)
+    if shard_dim is None:
+        local = local.reshape(-1, local.shape[-1])
+    dim = shard_dim or 0
     size = local.shape[dim]
     chunk = -(-size // ranks)
     if chunk * ranks != size:
@@ -212,26 +208,19 @@ def start_reduction(
     pieces = local.unflatten(dim, (ranks, chunk)).movedim(dim, 0).contiguous()
     runs = runs_of([Part(pieces.shape[-1], transport)])
     received = start_all_to_all(encode(pieces, runs, pieces.dtype), device_mesh.get_group())
-    layout = Layout(device_mesh, placements, tensor.shape)
-    return Reduction(received, pieces[rank], runs, rank, layout)
 
+    def finish() -> DTensor:
+        total = sum_decoded(funcol.wait_tensor(received), runs, pieces.dtype, pieces[rank], rank)
+        if shard_dim is None:
+            wire = _gathered(encode(total, runs, pieces.dtype), device_mesh.get_group())
+            rows = decode(wire, runs, pieces.dtype).to(pieces.dtype)
+            return layout.wrap(rows[:size].view(layout.shape))
+        kept = max(0, min(chunk, size - rank * chunk))
+        return layout.wrap(total.narrow(dim, 0, kept).to(pieces.dtype).contiguous())
 
-def finish_reduction(started: DTensor | Reduction) -> DTensor:
-    """Return the result of :func:`start_reduction`; it is in flight if torch redistributes it."""
-    if isinstance(started, DTensor):
-        return started
-    received, local, runs, rank, layout = started
-    total = sum_decoded(funcol.wait_tensor(received), runs, local.dtype, local, rank)
-    dim = mesh.sharded_dim(layout.placements[0], len(layout.shape))
-    if dim is None:
-        wire = _gathered(encode(total, runs, local.dtype), layout.mesh.get_group())
-        rows = decode(wire, runs, local.dtype).to(local.dtype)
-        return layout.wrap(rows[: layout.shape[:-1].numel()].view(layout.shape))
-    chunk = total.shape[dim]
-    kept = max(0, min(chunk, layout.shape[dim] - rank * chunk))
-    return layout.wrap(total.narrow(dim, 0, kept).to(local.dtype).contiguous())
+    return finish
 
 
 def reduced_to(tensor: DTensor, placements: Placements, transport: Encoding) -> DTensor:
-    """Run :func:`start_reduction`, then :func:`finish_reduction`."""
-    return finish_reduction(start_reduction(tensor, placements, transport))
+    """Start and finish :func:`start_reduction`."""
+    return start_reduction(tensor, placements, transport)()

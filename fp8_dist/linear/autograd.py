@@ -34,7 +34,7 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 from fp8_dist.scaling.operators import multiply
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.transport import Encoding, finish_reduction, reduced_to, start_reduction
+from fp8_dist.transport import Encoding, reduced_to, start_reduction
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.uncast import Uncast
 
@@ -361,7 +361,7 @@ class _LinearFunction(torch.autograd.Function):
             gemm = [*in_float8, *pairs][0]
             left, right = pairs[gemm]
             pairs[gemm] = left, _recorded(right, spec.weight, amaxes, begins)
-        grad_input = grad_weight = moving = grad_layout = None
+        grad_input = grad_weight = finish = grad_layout = None
         if layouts is not None:
             grad_layout = ctx.x_layout._replace(placements=placements, shape=grad.shape)
         # The forward may not have been observed. Remove the operands from ctx, which lives as long
@@ -385,7 +385,7 @@ class _LinearFunction(torch.autograd.Function):
                 target = tuple(
                     [p if now == needed and not transport else now for now, needed, p in axes]
                 )
-                moving = start_reduction(grad_input, target, transport)
+                finish = start_reduction(grad_input, target, transport)
         if needs_weight:
             left, right = pairs["grad_weight"]
             left = wait_local(left, schemes["grad_weight"])
@@ -395,7 +395,7 @@ class _LinearFunction(torch.autograd.Function):
                 layout = ctx.w_layout._replace(placements=layouts.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
-        grad_input = grad_input if moving is None else finish_reduction(moving)
+        grad_input = grad_input if finish is None else finish()
         return grad_input, grad_weight, grad_bias, None, None
 
 
