@@ -34,11 +34,8 @@ def aligned(lines: Iterable[Sequence[str]], right: Sequence[int] = ()) -> str:
     lines = list(lines)
     columns = zip(*(line for line in lines if len(line) > 1), strict=True)
     widths = [max(map(len, column)) for column in columns]
-    padded = (
-        [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(pairs)]
-        for pairs in (zip(line, widths, strict=False) for line in lines)
-    )
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+    formats = [f"{'>' if i in right else '<'}{width}" for i, width in enumerate(widths)]
+    return "\n".join("  ".join(map(format, line, formats)).rstrip() for line in lines)
 
 
 def alike(
