@@ -121,9 +121,6 @@ def check_tp_plan(
     mark_checked(model, mesh, plan)
 
 
-_Call = tuple[str, int]  # the name of a module, and the number of a call of it
-
-
 class _Error(NamedTuple):
     """The ratio of a difference to the effect of rounding, and root mean squares."""
 
@@ -148,17 +145,17 @@ class _Run:
     """A forward and a backward of a model.
 
     Attributes:
-        outputs: copies of the outputs of modules, whole or local, in the order in which calls end.
-            The last ones are the model's.
+        outputs: copies of the outputs of modules, whole or local, by the name of the module and the
+            number of its call, in the order in which calls end. The last ones are the model's.
+        output: what the model returned, unless the forward still runs.
         within: the names of the modules whose calls have not ended.
-        is_forward: whether outputs are copied. Recomputations in the backward are not.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.model, self.mesh = model, mesh
-        self.outputs: dict[_Call, list[torch.Tensor]] = {}
+        self.outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self.output: Any = None
         self.within: list[str] = []
-        self.is_forward = True
 
     def forward(self, batch: Any, *, rounds: bool) -> None:
         def enter(name: str, *_: Any) -> None:
@@ -168,7 +165,7 @@ class _Run:
             self.within.pop()
             if rounds:
                 output = tree_map_only(torch.Tensor, _rounded, output)
-            if self.is_forward:
+            if self.output is None:  # not for what a backward computes again
                 number = sum(called == name for called, _ in self.outputs)
                 copies = [_whole(x.detach()).clone() for x in _floating(output)]
                 self.outputs[name, number] = copies
@@ -184,7 +181,6 @@ class _Run:
                 self.output = self.model(**batch)
             else:
                 self.output = self.model(*(batch if isinstance(batch, tuple | list) else (batch,)))
-        self.is_forward = False
 
     def backward(self, loss: Callable[[Any], Any] | None, outputs: list[torch.Tensor]) -> None:
         """Compute the gradients; ``outputs``: the whole outputs of the run on one device."""
