@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput
 from fp8_dist.device import autocast
 from fp8_dist.linear import Float8Linear, checks
 from fp8_dist.linear.autograd import Gradients, differentiable_once
-from fp8_dist.mesh import Layout, as_dtensor, local_tensor, reduced
+from fp8_dist.mesh import as_dtensor, local_tensor, reduced, with_local
 from fp8_dist.operand import observers
 from fp8_dist.operand.cast import CastToFloat8
 from fp8_dist.operand.history import AmaxHistory
@@ -172,13 +172,11 @@ class _Spec(NamedTuple):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: DTensor, spec: _Spec) -> DTensor:
-        layout = Layout.of(input)
-        assert layout is not None
-        ctx.spec, ctx.layout = spec, layout
+    def forward(ctx: Any, input: DTensor, spec: _Spec) -> Tensor:
+        ctx.spec, ctx.placements = spec, tuple(input.placements)
         ctx.set_materialize_grads(False)
-        if layout.placements == (Replicate(),):
-            return layout.wrap(local_tensor(input))  # autograd would replace ``input`` by a view
+        if ctx.placements == (Replicate(),):  # autograd would replace ``input`` by a view
+            return with_local(input, local_tensor(input))
         return input.redistribute(placements=(Replicate(),))
 
     @staticmethod
@@ -187,7 +185,7 @@ class _Gather(torch.autograd.Function):
         if grad is None:
             return None, None
         assert isinstance(grad, DTensor)
-        return reduced_to(grad, ctx.layout.placements, ctx.spec.transport), None
+        return reduced_to(grad, ctx.placements, ctx.spec.transport), None
 
 
 def _check(input: Tensor, layers: Sequence[Float8Linear], reduce_transport: Encoding) -> None:
