@@ -95,8 +95,7 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     device = next(iter(shards.values()))[0].device
     amaxes = []
     for groups, pieces in shards.items():
-        largest = [p.abs().amax().float() if p.numel() else p.new_zeros(()).float() for p in pieces]
-        amax = torch.stack([x.to(pieces[0].device) for x in largest]).amax()
+        amax = get_total_norm(filter(torch.numel, pieces), torch.inf).to(pieces[0].device).float()
         amaxes.append(mesh.all_reduce_max(amax, groups).to(device))
     amax = torch.stack(amaxes).amax()
     room = sum(gradient.numel() for gradient in gradients).bit_length() + 1
