@@ -286,7 +286,7 @@ def _reductions(
     # The keys of model.state_dict().
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     reductions = []
-    for number, (module, group) in enumerate(_groups_of(model, transport).items()):
+    for number, (group, module) in enumerate(_groups_of(model, transport).items()):
         encodings: dict[str, wire.Encoding] = {}
         for p in _parameters(group):
             if (name := names.get(id(p))) is None:
@@ -341,18 +341,17 @@ def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
         )
 
 
-def _groups_of(model: nn.Module, transport: Transport | None) -> dict[str, Any]:
-    """Return the model's parameter groups that reduce gradients, by the name of their module."""
-    groups: dict[str, Any] = {}
+def _groups_of(model: nn.Module, transport: Transport | None) -> dict[Any, str]:
+    """Return the model's parameter groups that reduce gradients, with the name of a module."""
+    groups: dict[Any, str] = {}
     modules = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
     for fqn, module in modules.items():
         name, module_groups = fqn or "the root module", internals.fsdp_groups_of_module(module)
         if transport is not None:
             _check_takes_transport(module_groups, name)
         for group in module_groups:
-            is_known = group in groups.values()  # several modules may share it
-            if not is_known and internals.fsdp_reduce_scatter_group(group) is not None:
-                groups[name] = group
+            if internals.fsdp_reduce_scatter_group(group) is not None:
+                groups.setdefault(group, name)  # several modules may share it
     if not groups:
         raise ValueError(
             f"{_CALLER}: the {type(model).__name__} has no module that fully_shard was called on; "
