@@ -5,7 +5,7 @@ scale covers values of the *global* tensor. A scale of the whole tensor is the s
 so a float8 gather moves only the data. Scales of rows move with their rows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,9 +81,8 @@ class Float8Tensor(TensorSubclass):
         needed, dtypes = [level.scale for level in scheme.levels], [s.dtype for s in scales]
         if dtypes != needed or not orig_dtype.is_floating_point:
             raise TypeError(
-                f"Float8Tensor: scales must be {_listed(needed)} for one scale per "
-                f"{scheme.covers}, and orig_dtype floating point, got {_listed(dtypes)} and "
-                f"{orig_dtype}"
+                f"Float8Tensor: scales must be {needed} for one scale per {scheme.covers}, and "
+                f"orig_dtype floating point, got {dtypes} and {orig_dtype}"
             )
         shapes = scheme.scale_shapes(qdata.shape, start)
         if [list(scale.shape) for scale in scales] != shapes:
@@ -218,10 +217,6 @@ def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:
         return Dense(qdata.dtype, "row")
     covered = tuple(dim for dim, n in enumerate(scale.shape) if n == 1)
     return covering(covered, Dense(qdata.dtype), qdata.ndim)
-
-
-def _listed(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 def _shown(scale: torch.Tensor) -> str:

@@ -222,8 +222,8 @@ def test_errors() -> None:
     refused: list[tuple[type[Exception], Callable[[], object], str]] = [
         (ValueError, lambda: x @ one, f"float8 GEMM of (10, 14) by (14, 6): one scale per block of 1 x 4 and per tensor: {mixed}"),
         (ValueError, lambda: one.t() @ x.t(), f"float8 GEMM of (6, 14) by (14, 10): one scale per tensor and per block of 4 x 1: {mixed}"),
-        (TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks), "scales must be torch.uint8 for one scale per block of 1 x 4, and orig_dtype"),
-        (TypeError, lambda: Float8Tensor(data, exponents, torch.float32), "scales must be torch.float32 for one scale per slice, and orig_dtype floating point, got torch.uint8"),
+        (TypeError, lambda: Float8Tensor(data, exponents.float(), torch.float32, blocks), "scales must be [torch.uint8] for one scale per block of 1 x 4, and orig_dtype"),
+        (TypeError, lambda: Float8Tensor(data, exponents, torch.float32), "scales must be [torch.float32] for one scale per slice, and orig_dtype floating point, got [torch.uint8]"),
         (ValueError, lambda: Float8Tensor(data, exponents[:1], torch.float32, blocks), cover),
         (ValueError, lambda: cast_to_float8(torch.randn(4, 4), config, dim=-1), "dim=-1 is the reduced dim of an axiswise cast, but the granularity is ScalingGranularity.BLOCKWISE"),
         (ValueError, lambda: cast_to_float8(torch.randn(4), config), "one scale per block of 4 x 4 needs a tensor of 2 dims or more, got 1"),
