@@ -79,8 +79,9 @@ class Float8AllGatherWeight(KnownWeight):
         data = padded_shard(as_bytes(qdata), outer_size, mesh.size())
         # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
         data = as_bytes(data.view(qdata.dtype))
+        carried = [as_bytes(scale.contiguous().reshape(-1)) for scale in moving]
         # The metadata must not refer to the cast, whose memory it would keep.
-        return (data, *map(_as_input, moving)), (gather, scales, outer_size)
+        return (data, *carried), (gather, scales, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -169,12 +170,6 @@ def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     with internals.unnoticed_writes(qdata):  # the backward reads the same tensor again
         scheme.unpack(data, qdata)
     data.untyped_storage().resize_(0)
-
-
-def _as_input(scale: torch.Tensor) -> torch.Tensor:
-    """Flatten scales to an all-gather input, in a dtype that every backend can send."""
-    flat = scale.contiguous().reshape(-1)
-    return flat if flat.dtype in (torch.float32, torch.uint8) else flat.view(torch.uint8)
 
 
 def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
