@@ -32,13 +32,11 @@ with internals.names_of_torch():
     _reduction = inspect.signature(_foreach_reduce)
     _announced = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
     _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
-    if _renamed := [
-        *(f"foreach_reduce({n}=)" for n in _announced if n not in _reduction.parameters),
-        *internals.missing(FSDPModule, "_get_fsdp_state"),
-        *internals.missing(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param"),
-        *internals.missing(FSDPParam, "_unsharded_inner_tensors reset_sharded_param"),
-    ]:
-        raise AttributeError(f"it has no {', '.join(_renamed)}")
+    internals.require(FSDPModule, "_get_fsdp_state")
+    internals.require(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param")
+    internals.require(FSDPParam, "_unsharded_inner_tensors reset_sharded_param")
+    if _renamed := [name for name in _announced if name not in _reduction.parameters]:
+        raise AttributeError(f"foreach_reduce has no parameters {', '.join(_renamed)}")
 
 
 def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:

@@ -25,12 +25,13 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
-def missing(owner: Any, names: str) -> list[str]:
-    """The attributes that an object or a class of torch neither has nor declares."""
+def require(owner: Any, names: str) -> None:
+    """Raise AttributeError if an object or a class of torch neither has nor declares a name."""
     cls = owner if isinstance(owner, type) else type(owner)
     declared = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", ())}
     declared |= {*dir(cls), *getattr(owner, "__dict__", ())}
-    return [f"{cls.__name__}.{name}" for name in names.split() if name not in declared]
+    if missing := [f"{cls.__name__}.{name}" for name in names.split() if name not in declared]:
+        raise AttributeError(f"it has no {', '.join(missing)}")
 
 
 @contextmanager
@@ -80,23 +81,20 @@ with names_of_torch():
     funcol = torch.ops._c10d_functional
     shard_dim_alltoall = torch.ops._dtensor.shard_dim_alltoall.default
     # Attributes and methods that the library reads, calls, or overrides in subclasses.
-    if _renamed := [
-        *missing(torch._C, "_current_graph_task_id _will_engine_execute_node"),
-        *missing(torch._C, "_set_throw_on_mutable_data_ptr"),
-        *missing(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks"),
-        *missing(torch.Tensor, "_make_subclass _make_wrapper_subclass"),
-        *missing(torch.UntypedStorage, "_cdata"),
-        *missing(torch.ops.aten.mm.default, "_schema"),
-        *missing(torch.autograd.Variable._execution_engine, "queue_callback"),
-        *missing(DTensor, "_local_tensor"),
-        *missing(nn.Module, "_parameters _buffers _modules"),
-        *missing(nn.Module, "_apply _save_to_state_dict _load_from_state_dict"),
-        *missing(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks"),
-        *missing(Optimizer, "_optimizer_step_post_hooks"),
-        *missing(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn"),
-        *missing(PrepareModuleInput, "_apply _prepare_input_arg"),
-    ]:
-        raise AttributeError(f"it has no {', '.join(_renamed)}")
+    require(torch._C, "_current_graph_task_id _will_engine_execute_node")
+    require(torch._C, "_set_throw_on_mutable_data_ptr")
+    require(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks")
+    require(torch.Tensor, "_make_subclass _make_wrapper_subclass")
+    require(torch.UntypedStorage, "_cdata")
+    require(torch.ops.aten.mm.default, "_schema")
+    require(torch.autograd.Variable._execution_engine, "queue_callback")
+    require(DTensor, "_local_tensor")
+    require(nn.Module, "_parameters _buffers _modules")
+    require(nn.Module, "_apply _save_to_state_dict _load_from_state_dict")
+    require(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks")
+    require(Optimizer, "_optimizer_step_post_hooks")
+    require(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn")
+    require(PrepareModuleInput, "_apply _prepare_input_arg")
 
 # Types of the tensors that torch passes while it traces a graph.
 STAND_INS = (FakeTensor, FunctionalTensor)
