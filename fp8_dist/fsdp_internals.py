@@ -39,13 +39,13 @@ with internals.names_of_torch():
         raise AttributeError(f"foreach_reduce has no parameters {', '.join(_renamed)}")
 
 
-def fsdp_groups_of_module(module: FSDPModule) -> list[Any]:
-    """The parameter groups of a module that ``fully_shard`` was called on."""
-    state: Any = module._get_fsdp_state()
+def fsdp_groups_of_module(module: nn.Module | FSDPModule) -> list[Any]:
+    """The parameter groups of a module; none unless ``fully_shard`` was called on it."""
+    state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    # torch 2.11 has one at most.
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    group = getattr(state, "_fsdp_param_group", None)  # torch 2.11 has one at most
+    return [] if group is None else [group]
 
 
 def fsdp_groups() -> list[Any]:
@@ -83,9 +83,9 @@ def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
     FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
 
 
-def fsdp_init_shards(module: FSDPModule) -> None:
-    """Make FSDP2 replace the shards of a module (padded, pinned) now, not at its first gather."""
-    for group in fsdp_groups_of_module(module):
+def fsdp_init_shards(model: nn.Module) -> None:
+    """Make FSDP2 replace the shards in a model (padded, pinned) now, not at its first gather."""
+    for group in [group for part in model.modules() for group in fsdp_groups_of_module(part)]:
         is_done = group._reset_sharded_params
         if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
             group.lazy_init()

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals as internals
@@ -344,8 +343,7 @@ def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
 def _groups_of(model: nn.Module, transport: Transport | None) -> dict[Any, str]:
     """Return the model's parameter groups that reduce gradients, with the name of a module."""
     groups: dict[Any, str] = {}
-    modules = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
-    for fqn, module in modules.items():
+    for fqn, module in model.named_modules():
         name, module_groups = fqn or "the root module", internals.fsdp_groups_of_module(module)
         if transport is not None:
             _check_takes_transport(module_groups, name)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp_internals import fsdp_init_shards
@@ -149,9 +148,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         chosen = _dynamic_weights(module)
     # Unsharded weights still have the values from before the optimizer step.
     reshard(module, _CALLER)
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            fsdp_init_shards(part)
+    fsdp_init_shards(module)
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}
     _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
