@@ -91,9 +91,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     reduced = all_reduce_max(torch.stack(values), groups)
-    if weights:
-        is_unused = reduced[-weights:] < 0
-        reduced[-2 * weights : -weights].masked_fill_(is_unused, _UNUSED)
+    _, of_weights, marks = reduced.split([len(reduced) - 2 * weights, weights, weights])
+    of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
     mark_scales_ready(layer.float8_weight for layer in layers)
 
