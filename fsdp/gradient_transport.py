@@ -36,8 +36,6 @@ Transport = Literal["float8", "bf16", "fp32"]
 Hook = Callable[[torch.Tensor], None]
 Filter = Callable[[str, nn.Parameter], bool]
 
-_SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 _CALLER = "set_gradient_transport"
 _ENCODED = ("float8", "bf16")
 
@@ -144,7 +142,7 @@ class EncodedReduction:
         Raises:
             NotImplementedError: sums of such gradients would lose precision in fp32.
         """
-        if dtype not in _SUMMED_DTYPES:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise NotImplementedError(
                 f"set_gradient_transport: {self.module} has gradients of {dtype}; sums are taken "
                 "in fp32. Set reduce_dtype, or give this module transport=None"
