@@ -443,11 +443,6 @@ def give_back_to_ddp(module: nn.Module) -> None:
                 setattr(part, _IGNORED, ignored.others)
 
 
-def op_name(op: OpOverload) -> str:
-    """The qualified name of an operator, without its overload: ``aten::mm``."""
-    return op._schema.name
-
-
 def named_arguments(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def read_collective(
 
     If the kind of an op is not known, its largest tensor argument is assumed to be the buffer.
     """
-    if func.namespace not in NAMESPACES or (name := torch_internals.op_name(func)) in IGNORED_OPS:
+    if func.namespace not in NAMESPACES or (name := func.name().partition(".")[0]) in IGNORED_OPS:
         return None
     arguments = torch_internals.named_arguments(func, args, kwargs)
     group = _group(arguments.get("process_group", arguments.get("group_name")))
