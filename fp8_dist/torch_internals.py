@@ -379,8 +379,7 @@ def carry_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
     """
     vars(new).update({name: value for name, value in vars(old).items() if name != "_is_param"})
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (hooks := getattr(old, name)) is not None:
-            setattr(new, name, hooks)
+        setattr(new, name, getattr(old, name))
 
 
 def own_load_hooks(module: nn.Module) -> None:
