@@ -76,9 +76,11 @@ class ModuleInput(PrepareModuleInput):
     def __init__(self, *, reduce_transport: Encoding = None, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.reduce_transport = check_transport(reduce_transport, type(self).__name__)
-        desired = *(self.desired_input_layouts or ()), *self.desired_input_kwarg_layouts.values()
-        is_gathered = Replicate() in desired and not self.use_local_output
-        if reduce_transport is not None and not is_gathered:
+        pairs = [*zip(self.input_layouts or (), self.desired_input_layouts or (), strict=False)]
+        desired = self.desired_input_kwarg_layouts
+        pairs += [(layout, desired.get(name)) for name, layout in self.input_kwarg_layouts.items()]
+        is_gathered = any(layout is not None and to == Replicate() for layout, to in pairs)
+        if reduce_transport is not None and (self.use_local_output or not is_gathered):
             raise ValueError(
                 f"{type(self).__name__}: reduce_transport={reduce_transport!r} applies to the "
                 "sum of the gradients of an input that the module reads whole: to Replicate(), "
