@@ -83,10 +83,10 @@ def cast_local(
             statistics,
             start,
             saturate=not is_fresh,
-            measures=not is_fresh and source.amax_from == "cast",
+            measures=source.amax_from == "cast",
             depends_on=depends_on,
         )
-        if statistics is not None and not is_fresh and source.amax_from == "statistic":
+        if statistics is not None and source.amax_from == "statistic":
             amax = statistics[0][0]
         copies = _copies(plan, layout, scales, data, start)
     if use is not None and observers.is_observed():
