@@ -232,8 +232,7 @@ class _Ranks:
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self._mesh, self._is_given = mesh, mesh is not None
-        self._is_checked = False  # whether the ranks have the same layers
-        self._groups: GroupNames = ()
+        self._groups: GroupNames = ()  # those of the last measures that were combined
 
     def update(self, weights: Mapping[str, Float8Weight]) -> None:
         """Update the layers and the mesh, which is kept while FSDP2 unshards parameters."""
@@ -284,7 +283,7 @@ class _Ranks:
             return ()
         world = dist.group.WORLD
         assert world is not None
-        if not self._is_checked:
+        if not self._groups:  # the first time
             facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
             if difference := first_difference(facts, [world], self._device().type):
                 raise ValueError(
@@ -292,7 +291,6 @@ class _Ranks:
                     "no mesh to tell which ranks belong together (pipeline stages?); give mesh=, "
                     "the ranks that have the same layers"
                 )
-            self._is_checked = True
         return (str(world.group_name),)
 
 
