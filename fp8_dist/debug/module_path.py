@@ -25,11 +25,10 @@ _original_call: list[Call] = []
 
 def _call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Call a module inside the entered paths; replaces ``nn.Module.__call__`` meanwhile."""
-    if torch.compiler.is_compiling():
-        return _original_call[0](module, *args, **kwargs)
     call = _original_call[0]
-    for path in _entered:
-        call = partial(path._run, call)
+    if not torch.compiler.is_compiling():
+        for path in _entered:
+            call = partial(path._run, call)
     return call(module, *args, **kwargs)
 
 

@@ -150,11 +150,11 @@ def _read_recording(run: Run, folder: Path) -> None:
         run.recordings.append(row)
 
 
-def differences(run: Run, baseline: Run, metric: str = "loss") -> dict[int, float]:
-    """Return a metric of a run minus the baseline's, by step, where both are finite."""
-    baselines = {row["step"]: row[metric] for row in baseline.metrics if metric in row}
-    rows = [row for row in run.metrics if metric in row and row["step"] in baselines]
-    values = {row["step"]: row[metric] - baselines[row["step"]] for row in rows}
+def differences(run: Run, baseline: Run) -> dict[int, float]:
+    """Return the loss of a run minus the baseline's, by step, where both are finite."""
+    baselines = {row["step"]: row["loss"] for row in baseline.metrics if "loss" in row}
+    rows = [row for row in run.metrics if "loss" in row and row["step"] in baselines]
+    values = {row["step"]: row["loss"] - baselines[row["step"]] for row in rows}
     return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
