@@ -103,12 +103,9 @@ def test_what_ranks_do_not_share(ranks: RankPools, tmp_path: Path) -> None:
     ranks(2).run(train_apart, tmp_path, timeout=200)
     assert not Replay(next((tmp_path / "uneven").iterdir())).findings
     (first, *_) = Replay(next((tmp_path / "input").iterdir())).findings
-    assert (first.operand, first.text, first.element, first.ranks) == (
-        "input",
-        "ranks have several values: rank 0 has 4, rank 1 has 9",
-        (1, 2, 3),
-        (0, 1),
-    )
+    text = "ranks have several values: rank 0 has 4, rank 1 has 9"
+    found = first.operand, first.text, first.element, first.ranks
+    assert found == ("input", text, (1, 2, 3), (0, 1))
 
 
 def train_apart(folder: Path) -> None:
