@@ -77,7 +77,8 @@ def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
 
     @wraps(_init_extensions)
     def with_call(self: Any) -> None:
-        call(FsdpParameter(self))
+        group = next((group for group in fsdp_groups() if self in group.fsdp_params), None)
+        call(FsdpParameter(self, group))
         _init_extensions(self)
 
     FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
@@ -92,20 +93,15 @@ def fsdp_init_shards(model: nn.Module) -> None:
 
 
 class FsdpParameter:
-    """A parameter that FSDP2 shards."""
+    """A parameter that FSDP2 shards.
 
-    def __init__(self, fsdp_param: Any) -> None:
-        self.own = fsdp_param  # FSDP2's object
+    Attributes:
+        own: FSDP2's object.
+        group: the parameter group; None while ``fully_shard`` makes it.
+    """
 
-    @cached_property
-    def group(self) -> Any:
-        """The parameter group."""
-        return next(g for g in fsdp_groups() if any(param is self.own for param in g.fsdp_params))
-
-    @property
-    def led_group(self) -> Any:
-        """The group whose first parameter it is; None while ``fully_shard`` makes the group."""
-        return next((g for g in fsdp_groups() if g.fsdp_params[0] is self.own), None)
+    def __init__(self, fsdp_param: Any, group: Any = None) -> None:
+        self.own, self.group = fsdp_param, group
 
     @property
     def users(self) -> list[tuple[nn.Module, str]]:
@@ -168,11 +164,7 @@ class FsdpParameter:
 
 def fsdp_parameters(groups: Iterable[Any]) -> Iterator[FsdpParameter]:
     """The parameters of FSDP2's parameter groups, in their order."""
-    for group in groups:
-        for fsdp_param in group.fsdp_params:
-            parameter = FsdpParameter(fsdp_param)
-            parameter.group = group  # cached: searching for it is slow
-            yield parameter
+    return (FsdpParameter(param, group) for group in groups for param in group.fsdp_params)
 
 
 def fill_fsdp_gradients(parameters: Iterable[FsdpParameter], value: float) -> None:

@@ -27,7 +27,7 @@ def _when_sharded(parameter: internals.FsdpParameter) -> None:
         weight.fsdp = parameter
         weight.check_sharded()
     wrap_sharded(parameter, weights)
-    if (group := parameter.led_group) is not None:
+    if (group := parameter.group) and group.fsdp_params[0] is parameter.own:
         _compare_between_ranks(group)
         _check_gathers(group)
 
