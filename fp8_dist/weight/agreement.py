@@ -63,8 +63,7 @@ class Facts:
                 continue
             try:
                 groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-                known = {_PASSED_ON: difference} if difference else {}
-                new = first_difference(known | facts, groups, mesh.device_type)
+                new = first_difference({_PASSED_ON: difference} | facts, groups, mesh.device_type)
             except RuntimeError as error:
                 raise RuntimeError(
                     f"{caller}: another rank of {mesh} did not make this call, or has exited: all "
@@ -116,7 +115,7 @@ def first_difference(
 
 def _describe_difference(by_rank: Mapping[int, Mapping[str, str]]) -> str:
     for facts in by_rank.values():
-        if _PASSED_ON in facts:
+        if facts.get(_PASSED_ON):
             return facts[_PASSED_ON]
     for name in dict.fromkeys(name for facts in by_rank.values() for name in facts):
         ranks: dict[str, list[int]] = {}
