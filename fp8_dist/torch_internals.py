@@ -405,8 +405,7 @@ def parameters_of_ddp() -> set[int]:
     classes = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
     # An object refers to its class. Asking all objects for their classes takes four times as long.
     wrappers = [ddp for ddp in gc.get_referrers(*classes) if type(ddp) in classes]
-    modules = [ddp._modules.get("module") for ddp in wrappers]
-    return {id(p) for module in modules if module is not None for p in module.parameters()}
+    return {id(p) for ddp in wrappers if hasattr(ddp, "module") for p in ddp.module.parameters()}
 
 
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
