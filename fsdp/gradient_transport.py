@@ -269,11 +269,11 @@ def set_gradient_transport(
         _check_agreement(reductions)
     internals.announce_fsdp_reductions(EncodedReduction)
     for reduction in reductions:
-        group = reduction.group
         if transport is not None:
-            internals.set_fsdp_reduction(group, reduction)
-        elif isinstance(internals.fsdp_reduction(group), EncodedReduction):  # not one of other code
-            internals.set_fsdp_reduction(group, None)
+            internals.set_fsdp_reduction(reduction.group, reduction)
+        # Leave the reduction of other code.
+        elif isinstance(internals.fsdp_reduction(reduction.group), EncodedReduction):
+            internals.set_fsdp_reduction(reduction.group, None)
 
 
 def _reductions(
@@ -311,10 +311,9 @@ def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
     """Raise if arguments differ between ranks that share a parameter (tensor-parallel ones too)."""
     facts = agreement.Facts()
     for reduction in reductions:
-        group = reduction.group
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
-        meshes = (p.device_mesh for p in _parameters(group) if isinstance(p, DTensor))
-        for mesh in {group.mesh_info.mesh, *meshes}:
+        meshes = (p.device_mesh for p in _parameters(reduction.group) if isinstance(p, DTensor))
+        for mesh in {reduction.group.mesh_info.mesh, *meshes}:
             for name, encoding in reduction.encodings.items():
                 facts.of(mesh)[f"the transport of the gradient of {name}"] = str(encoding)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
