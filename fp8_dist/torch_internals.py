@@ -16,12 +16,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.nn as nn
 from torch.autograd import forward_ad
-from torch.distributed import is_available, is_initialized
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import PrepareModuleInput, RowwiseParallel
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
@@ -92,7 +90,7 @@ with names_of_torch():
     require(nn.Module, "_parameters _buffers _modules")
     require(nn.Module, "_apply _save_to_state_dict _load_from_state_dict")
     require(nn.Module, "_state_dict_hooks _load_state_dict_pre_hooks")
-    require(Optimizer, "_optimizer_step_post_hooks")
+    require(torch.optim.Optimizer, "_optimizer_step_post_hooks")
     require(RowwiseParallel, "_apply _partition_linear_fn _prepare_output_fn")
     require(PrepareModuleInput, "_apply _prepare_input_arg")
 
@@ -400,7 +398,7 @@ def remove_state_hooks(module: nn.Module, hooks: set[Any]) -> None:
 
 def parameters_of_ddp() -> set[int]:
     """The ids of the parameters of all modules that DistributedDataParallel wraps."""
-    if not (is_available() and is_initialized()):
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return set()
     classes = (DistributedDataParallel, *DistributedDataParallel.__subclasses__())
     # An object refers to its class. Asking all objects for their classes takes four times as long.
