@@ -45,7 +45,7 @@ from torch.nn.functional import pad
 from fp8_dist.device import is_captured
 from fp8_dist.kernels.scale import amax
 from fp8_dist.mesh import all_reduce_max, groups_over
-from fp8_dist.operand.sources import State, owner_of, query, register_handle
+from fp8_dist.operand.sources import Request, State, owner_of, query, register_handle
 from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.text import warn_once
 
@@ -101,18 +101,12 @@ class AmaxHistory(State):
         self.handle, self.frozen = register_handle(self), Frozen(self)
         self._recorded_in = None
 
-    def look_up(
-        self,
-        x: torch.Tensor,
-        cache: Sequence[torch.Tensor],
-        schemes: Sequence[Scheme],
-        groups: Sequence[str],
-        is_gather: bool,
-    ) -> list[Statistics]:
+    def look_up(self, request: Request) -> list[Statistics]:
         """The statistic of the history; without one, the amax of the global tensor.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
+        x = request.x
         if is_captured(x):
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
@@ -120,7 +114,7 @@ class AmaxHistory(State):
             )
         self.restored = False
         if self.statistic is None:
-            return [(all_reduce_max(amax(x), groups),)]
+            return [(all_reduce_max(amax(x), request.groups),)]
         return [(self.statistic.to(x.device),)]
 
     def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
@@ -171,16 +165,9 @@ class Frozen(State):
         self._history = weakref.proxy(history)  # which has this object
         self.handle = register_handle(self)
 
-    def look_up(
-        self,
-        x: torch.Tensor,
-        cache: Sequence[torch.Tensor],
-        schemes: Sequence[Scheme],
-        groups: Sequence[str],
-        is_gather: bool,
-    ) -> list[Statistics]:
+    def look_up(self, request: Request) -> list[Statistics]:
         self._history.statistic = None
-        return self._history.look_up(x, cache, schemes, groups, is_gather)
+        return self._history.look_up(request)
 
 
 @query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")

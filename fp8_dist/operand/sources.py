@@ -19,7 +19,7 @@ any other, so layers can share a graph.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -87,6 +87,23 @@ def measured(
     return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
 
 
+class Request(NamedTuple):
+    """The statistics that a look-up asks for.
+
+    Attributes:
+        x: the local tensor.
+        schemes: the schemes of the statistics.
+        groups: the groups over which they are reduced.
+        cache, is_gather: see :class:`State`.
+    """
+
+    x: Tensor
+    schemes: Sequence[Scheme]
+    groups: Sequence[str]
+    cache: Sequence[Tensor] = ()
+    is_gather: bool = False
+
+
 class State(Source):
     """Base class of sources that read Python state; see Note [Look-ups at run time].
 
@@ -112,17 +129,10 @@ class State(Source):
         self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None
     ) -> Sequence[Statistics]:
         """:meth:`statistics`, in eager code."""
-        return self.look_up(x, (), schemes, reduction.reduction_groups(schemes[0], layout), False)
+        return self.look_up(Request(x, schemes, reduction.reduction_groups(schemes[0], layout)))
 
-    def look_up(
-        self,
-        x: Tensor,
-        cache: Sequence[Tensor],
-        schemes: Sequence[Scheme],
-        groups: Sequence[str],
-        is_gather: bool,
-    ) -> Sequence[Statistics]:
-        """:meth:`read` in the operator, with the groups of the reduction."""
+    def look_up(self, request: Request) -> Sequence[Statistics]:
+        """:meth:`read` in the operator."""
         raise NotImplementedError
 
 
@@ -188,7 +198,7 @@ def look_up(
     With copies to make, it also is the operator of the cast, which measures in the same pass.
     """
     kinds = [scaling.scheme_named(key) for key in schemes]
-    found = owner_of(handle).look_up(x, cache, kinds, groups, is_gather)
+    found = owner_of(handle).look_up(Request(x, kinds, groups, cache, is_gather))
     flat = [statistic for statistics in found for statistic in statistics]
     if of:
         return operators.cast_operator(x, flat, schemes, start, of, transposed, True, True, None)

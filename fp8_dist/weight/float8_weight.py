@@ -39,7 +39,7 @@ from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import FRESH, Given, Source, State, needs_op, register_handle
+from fp8_dist.operand.sources import FRESH, Given, Request, Source, State, needs_op, register_handle
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, shared_schemes
 from fp8_dist.tensor import Float8Tensor, quantized_as
@@ -390,15 +390,9 @@ class Float8Weight:
             return source
         return Known(self, weight.check(parameter), self.gather().kept, parameter)
 
-    def look_up(
-        self,
-        x: torch.Tensor,
-        cache: Sequence[torch.Tensor],
-        schemes: Sequence[Scheme],
-        groups: Sequence[str],
-        is_gather: bool,
-    ) -> Sequence[Statistics]:
+    def look_up(self, request: Request) -> Sequence[Statistics]:
         """:meth:`Known.read`, called by an operator (Note [Look-ups at run time])."""
+        x, schemes, _, cache, is_gather = request
         if is_gather:
             local = local_tensor(self.master())
             weight = local if isinstance(local, KnownWeight) else KnownWeight(x)
