@@ -9,6 +9,5 @@ from fp8_dist.imports import export
 
 if TYPE_CHECKING:
     from fp8_dist.debug.api import *
-    from fp8_dist.debug.api import __all__ as __all__
 
 export(__name__, "fp8_dist.debug.api")
