@@ -62,6 +62,7 @@ with names_of_torch():
     resolve_process_group: Any = _resolve_process_group
     without_dispatch_modes = _python_dispatch._disable_current_modes
     _dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+    _is_in_dispatch_mode = _python_dispatch.is_in_torch_dispatch_mode
     has_functorch_transforms = torch._C._are_functorch_transforms_active
     unnoticed_writes = torch.autograd._unsafe_preserve_version_counter
     _len_torch_dispatch_stack = torch._C._len_torch_dispatch_stack
@@ -478,7 +479,7 @@ def is_selectively_checkpointed() -> bool:
 
 def outside_of_modes() -> AbstractContextManager[Any]:
     """Disable dispatch modes, such as FakeTensorMode, for operators on the host."""
-    return without_dispatch_modes() if has_dispatch_modes() else nullcontext()
+    return without_dispatch_modes() if _is_in_dispatch_mode() else nullcontext()
 
 
 def has_dispatch_modes() -> bool:
