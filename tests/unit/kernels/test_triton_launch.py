@@ -108,6 +108,7 @@ def test_measuring_the_choices_of_a_kernel_leaves_its_results_as_they_are(
 
 def test_the_instruction_is_used_where_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "INTERPRETED", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     cuda = torch.device("cuda", 0)
     for capability, formats in (((8, 0), 0), ((8, 9), 0), ((9, 0), 3), ((10, 0), 3)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
