@@ -344,7 +344,7 @@ def _cast(
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """Cast the weights of a bucket as a forward does. Scales are those of all blocks of a weight.
 
-    Collectives: those of ``global_statistics_of_tensors``, and of ``full_tensors`` for the scales
+    Collectives: those of ``global_statistics``, and of ``full_tensors`` for the scales
     of weights that are stored in float8.
     """
     tensors = [source.value for source in bucket]
@@ -357,7 +357,7 @@ def _cast(
         if i not in stored:
             (scheme,), layout = weight.schemes, Layout.of(weight.parameter())
             measured[i] = scheme, scheme.measure(_shard(weight), scheme.start(layout)), layout
-    wholes = reduction.global_statistics_of_tensors([*measured.values()])
+    wholes = reduction.global_statistics([*measured.values()])
     for (i, (scheme, _, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         statistics = whole if layout is None else scheme.local_part(whole, layout)

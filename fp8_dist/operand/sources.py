@@ -82,9 +82,10 @@ def measured(
     or of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
     local = operators.measure(x, schemes, scaling.common_start(schemes, layout))
-    reduce: Any = reduction.global_statistics if whole else reduction.reduced_statistics
     pairs = zip(schemes, local, strict=True)
-    return [reduce(scheme, statistics, layout) for scheme, statistics in pairs]
+    if whole:
+        return reduction.global_statistics([(*pair, layout) for pair in pairs])
+    return [reduction.reduced_statistics(*pair, layout) for pair in pairs]
 
 
 class Request(NamedTuple):

@@ -121,21 +121,14 @@ def all_reduced(places: Sequence[Placed], groups: GroupNames) -> list[Tensor]:
     return [place.whole(part) for place, part in zip(places, parts, strict=True)]
 
 
-def global_statistics(scheme: Scheme, local: Statistics, layout: Layout) -> Statistics:
-    """Combine the statistics of all ranks' parts of a tensor into those of the whole tensor.
-
-    Collectives: an all-reduce (MAX) over each group of the axes that shard the tensor, of 4 bytes
-    per statistic of the whole tensor, or 1 byte if all statistics are uint8.
-    """
-    return global_statistics_of_tensors([(scheme, local, layout)])[0]
-
-
-def global_statistics_of_tensors(
+def global_statistics(
     parts: Sequence[tuple[Scheme, Statistics, Layout | None]],
 ) -> list[Statistics]:
-    """:func:`global_statistics` of many tensors.
+    """Combine the statistics of all ranks' parts of tensors into those of the whole tensors.
 
-    Collectives: as for one tensor, in one message for all tensors with the same groups.
+    Collectives: an all-reduce (MAX) over each group of the axes that shard the tensors, in one
+    message for all tensors with the same groups. It has 4 bytes per statistic of a whole tensor, or
+    1 byte if all statistics are uint8.
     """
     results = [local for _, local, _ in parts]
     alike: dict[GroupNames, list[tuple[int, list[Placed]]]] = {}

@@ -129,7 +129,7 @@ class StoredWeight(NamedTuple):
         """Cast values to the local parts of the data and of the scales."""
         layout, scheme = self.layout, self.scheme
         local = local_tensor(values).detach().to(local_tensor(self.data).device)
-        (whole,) = measured(local, (scheme,), layout, whole=layout is not None)
+        (whole,) = measured(local, (scheme,), layout, whole=True)
         statistics = whole if layout is None else scheme.local_part(whole, layout)
         (cast,), _ = cast_local(local, CastPlan((scheme,)), layout, Given([statistics]))
         (scales,) = scheme.scales_from(whole)
