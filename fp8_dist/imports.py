@@ -71,8 +71,8 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> None:
         if "__all__" not in names:
             module = import_module(home)
             public = [n for n in dir(module) if n == "__version__" or not n.startswith("_")]
-            names["__all__"] = getattr(module, "__all__", public)
-            names.update({name: getattr(module, name) for name in names["__all__"]})
+            exported = getattr(module, "__all__", public)
+            names.update({name: getattr(module, name) for name in exported}, __all__=exported)
 
     def get(name: str) -> Any:
         if find_spec(f"{package}.{name}") is not None:

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.gradient_transport import EncodedReduction
-from fp8_dist.mesh import check_axis
 
 _UNREDUCED = (
     "a backward has left gradients of {} unreduced. They are added to those of another micro-batch "
@@ -49,9 +48,15 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
             micro-batch, not at all, or to sums that depend on the number of ranks. That error names
             the module, and is raised in the call, in the backward, or at the next micro-batch.
     """
-    check_axis(mesh, "micro_batches")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"micro_batches needs a DeviceMesh, got a {type(mesh).__name__}")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"micro_batches: count is {count!r}; it must be a positive int")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"micro_batches: the mesh has {mesh.ndim} dims; pass the 1-D mesh of the data-parallel "
+            "ranks. Under HSDP the bits of gradients depend on the number of ranks"
+        )
     ranks = mesh.mesh.tolist()
     if _problems_of_all(ranks):
         gc.collect()  # models that nothing refers to any more

@@ -36,7 +36,7 @@ def why_forward_is_kept(layer: nn.Module) -> str:
     forward = vars(layer).get("forward")
     function = forward.func if isinstance(forward, partial) else None
     if getattr(function, "__module__", None) == "accelerate.hooks":
-        forward = vars(layer)["_old_forward"]
+        forward = vars(layer).get("_old_forward", forward)
     if forward is None or _is_forward_of(layer, forward):
         return ""
     replacement = getattr(forward, "__qualname__", type(forward).__name__)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.kernels.e2m1 import pack_e2m1
@@ -272,7 +272,8 @@ def _entries(
     if packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
-        scales = DTensor.from_local(scales, layout.mesh, run_check=False)  # replicated
+        replicated = (Replicate(),) * layout.mesh.ndim  # on the device of the data
+        scales = Layout(layout.mesh, replicated, scales.shape).wrap(scales)
     for key in source.keys:
         data_parts, scale_parts = (
             {key: x} if layout is not None else entries_of(model, weight, key, x)

@@ -227,7 +227,10 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             scales.append(func(parts, dim))
     out = func([_as_sent(x, x.qdata) for x in tensors], dim)
     origin = first.origin if all(x.origin is first.origin for x in tensors) else None
-    return first.rewrap(qdata=out.view(first.qdata.dtype), scale=tuple(scales), origin=origin)
+    amaxes = [*{x.local_amax for x in tensors if x.local_amax is not None}]  # of equal parts: one
+    amax = torch.stack(amaxes).amax() if len(amaxes) > 1 else first.local_amax
+    qdata = out.view(first.qdata.dtype)
+    return first.rewrap(qdata=qdata, scale=tuple(scales), origin=origin, local_amax=amax)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:

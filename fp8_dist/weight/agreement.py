@@ -10,6 +10,7 @@ compared in its first forward.
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -40,8 +41,7 @@ class Facts:
 
     def of(self, mesh: DeviceMesh) -> dict[str, str]:
         """Return the facts for the ranks of a mesh, a dict by name to which callers add."""
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        return self._by_ranks.setdefault(ranks, (mesh, {}))[1]
+        return self._by_ranks.setdefault(_mesh_ranks(mesh), (mesh, {}))[1]
 
     def check(
         self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
@@ -79,6 +79,11 @@ class Facts:
             )
 
 
+@lru_cache  # because it is called for each layer of a model
+def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
+
+
 def first_difference(
     facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup], device: str
 ) -> str | None:
@@ -96,6 +101,8 @@ def first_difference(
     ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
     not see these collectives.
     """
+    if not groups:
+        return None
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
     with without_dispatch_modes(), torch.inference_mode(False):

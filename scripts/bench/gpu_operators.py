@@ -179,9 +179,9 @@ def fold_calls(m: int, k: int) -> Calls:
     # Empty groups, a group of one row, and groups that end inside a tile.
     counts = torch.tensor([0, 1, 15, 17, m - 33, 0])
     groups = grouped.Groups.of(counts, counts, m)
-    _, scale, data = quantization.cast_rows.portable(special(m, k), E4M3, True, [False])
+    _, of_rows, data = quantization.cast_rows.portable(special(m, k), E4M3, True, [False])
     s, source = scales_of_rows(6 * k).view(6, k), groups.padded(16).source
-    of, rest = (folding.fold_groups, data, scale), (groups.group_of_row, 6)
+    of, rest = (folding.fold_groups, data, of_rows), (groups.group_of_row, 6)
     calls["fold_groups"] = call(*of, s, t, *rest, source)
     calls["fold_groups of the weight"] = call(*of, s, None, *rest)
     calls["fold_groups of the input"] = call(*of, None, t, *rest, source)

@@ -16,7 +16,7 @@ from reference import same_bits
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import (
@@ -28,7 +28,12 @@ from fp8_dist import (
 )
 from fp8_dist import sync_float8_amax_and_scale_history as sync
 from fp8_dist.debug import comm_audit
-from fp8_dist.tensor_parallel import Float8ColwiseParallel, PrepareFloat8ModuleInput, apply_tp_plan
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    PrepareFloat8ModuleInput,
+    apply_tp_plan,
+    share_input,
+)
 
 
 def hybrid() -> dict[str, Any]:
@@ -295,31 +300,38 @@ def test_a_gathered_weight_that_the_backward_alone_casts_is_recorded() -> None:
 
 
 class Pair(nn.Module):
-    """Two layers whose inputs are prepared together; or one that takes both inputs."""
+    """Two layers with an input each; or, with ``joins``, with shared inputs put together."""
 
-    def __init__(self) -> None:
+    def __init__(self, joins: bool) -> None:
         super().__init__()
         self.q, self.k = (nn.Linear(32, 32, bias=False) for _ in range(2))
-        self.joins = False
+        self.joins = joins
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.q(torch.cat([x, y])) if self.joins else self.q(x) + self.k(y)
+        if self.joins:
+            shared = [share_input(each, [self.q, self.k]) for each in (x, y)]
+            x = y = torch.cat(shared)
+        return self.q(x) + self.k(y)
 
 
 @pytest.mark.parametrize("case", ["joined", "frozen"])
 @on_ranks(2)
 def test_inputs_that_share_a_history_have_the_largest_amax(case: str) -> None:
-    net, mesh = nn.Sequential(Pair()), device_mesh(tp=2)
+    net, mesh = nn.Sequential(Pair(case == "joined")), device_mesh(tp=2)
     convert_to_float8_training(net, config=DELAYED)
     plan: dict[str, Any] = {f"0.{name}": Float8ColwiseParallel() for name in "qk"}
-    plan["0"] = PrepareFloat8ModuleInput(
-        input_layouts=(Shard(1),) * 2, desired_input_layouts=(Replicate(),) * 2
-    )
+    if case == "frozen":
+        plan["0"] = PrepareFloat8ModuleInput(
+            input_layouts=(Shard(1),) * 2, desired_input_layouts=(Replicate(),) * 2
+        )
+        net[0].k.weight.requires_grad_(False)
     apply_tp_plan(net, mesh, plan)
-    net[0].k.weight.requires_grad_(case == "joined")
-    for amax in (3, 4):
-        net[0](torch.ones(2, 8, 32), amax * torch.ones(2, 8, 32)).sum().backward()
+    for largest in ((3, 3), (2, 4)):
+        inputs = [amax * torch.ones(2, 8, 32) for amax in largest]
+        if case == "joined":
+            inputs = [DTensor.from_local(x, mesh, (Shard(1),)) for x in inputs]
+        net[0](*inputs).sum().backward()
         sync(net)
         net.zero_grad()
-        net[0].joins = case == "joined"
-    assert amaxes(net)["0.q.prepared_input"] == [4, 3]
+    name = "input" if case == "joined" else "prepared_input"
+    assert amaxes(net)[f"0.q.{name}"] == [4, 3]

@@ -310,7 +310,7 @@ def test_refusals(ranks: RankPools) -> None:
         "\n".join(f"{name}: {text}" for name, text in found.items()),
         """\
 no transport: micro_batches: no model has a gradient transport, and torch's sums depend on the number of ranks; call set_gradient_transport(model, "fp32"), or another transport
-mesh of two dims: micro_batches needs a 1-D mesh, got one with shape (2, 1) and axes ('replicas', 'dp'): pass the axis that it divides over, such as mesh['dp']
+mesh of two dims: micro_batches: the mesh has 2 dims; pass the 1-D mesh of the data-parallel ranks. Under HSDP the bits of gradients depend on the number of ranks
 HSDP: micro_batches: 0 is under HSDP (or has set_all_reduce_hook), which sums the sums of shards over replicas; shard it over one axis of all ranks
 Shard(1): micro_batches: 0 has parameters with Shard(1), which divides rows; shard them on dim 0
 offload: micro_batches: 0 has CPU offload, which adds gradients on the CPU; leave it out
@@ -320,7 +320,7 @@ means: micro_batches: 0 averages gradients; call set_gradient_divide_factor(1.0)
 hook: micro_batches: 0 is under HSDP (or has set_all_reduce_hook), which sums the sums of shards over replicas; shard it over one axis of all ranks
 trained beside another: micro_batches: the root module averages gradients; call set_gradient_divide_factor(1.0) and set_force_sum_reduction_for_comms(True) of each FSDPModule, and divide the loss by the tokens of the step
 count: micro_batches: count is True; it must be a positive int
-mesh: micro_batches needs a DeviceMesh, got a str; init_device_mesh makes one, and DeviceMesh.from_group(group, device_type) makes one of a process group
+mesh: micro_batches needs a DeviceMesh, got a str
 accumulation: micro_batches: a backward has left gradients of up unreduced. They are added to those of another micro-batch before the reduction, in an order that depends on the number of ranks; leave out set_requires_gradient_sync(False)
 accumulated before: micro_batches: a backward has left gradients of down unreduced. They are added to those of another micro-batch before the reduction, in an order that depends on the number of ranks; leave out set_requires_gradient_sync(False)
 twice: micro_batches: down is reduced twice within a micro-batch, so the order of its sum depends on the number of ranks; call backward once for each micro-batch

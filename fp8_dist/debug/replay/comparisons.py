@@ -353,8 +353,8 @@ def multiply_again(record: Record, magnitudes: bool = False) -> Tensor | None:
     _, pads, emulate, is_transposed = record["options"]
     groups = Groups.of(sizes, sizes, len(left.qdata))
     if gemm == "output":
-        rows = operators.GroupedGemm(left, right, True, groups, dtype, emulate)
-        return operators.grouped_mm(rows)
+        rows_gemm = operators.GroupedGemm(left, right, True, groups, dtype, emulate)
+        return operators.grouped_mm(rows_gemm)
     is_whole = [*right.qdata.shape[1:]] == record["right"]["shape"][1:]
     if gemm == "grad_input" and operators.has_scales_to_fold(right) and not is_whole:
         return None  # the folded scales are those of whole rows
