@@ -56,7 +56,7 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     x, rest = args[0], args[1:]
     moved = func(x.qdata, *rest, **kwargs)
     if func in (aten.alias.default, aten.clone.default, aten.detach.default):
-        return x.rewrap(qdata=moved, scale=_changed(x, lambda level, scale: func(scale)))
+        return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
     if func in _PARTS and any(level.has_blocks for level in x.scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
     if (transposed := _transposed_scheme(func, x, rest)) is not None:

@@ -15,7 +15,7 @@ from ranks import device_mesh
 from reference import all_warnings, raised, same_bits
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -220,3 +220,19 @@ def test_refusals_on_ranks_change_nothing() -> None:
     declare_placements(layer, device_mesh(tp=2), **places)
     found = raised(ValueError, lambda: convert_to_linear(layer))
     assert "nn.Linear: it communicates in its forward, as declare_placements says" in found
+
+
+@on_ranks(2)
+def test_a_whole_weight_takes_an_input_as_it_is_sharded() -> None:
+    """As the float8 layer does: nothing moves, before or after."""
+    mesh = device_mesh(tp=2)
+    net = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64, bias=False)))
+    net[0].weight = nn.Parameter(distribute_tensor(net[0].weight.detach(), mesh, (Replicate(),)))
+    net[0].output_placements = (Shard(0),)
+    x = DTensor.from_local(torch.randn(4, 64), mesh, (Shard(0),))
+    with comm_audit(mesh) as audit:
+        net(x)
+        moved = audit.count("all_gather")
+        output = convert_to_linear(net)(x)
+    assert (moved, audit.count("all_gather")) == (0, 0)
+    assert output.placements == (Shard(0),)

@@ -476,3 +476,12 @@ def test_ranks_that_disagree() -> None:
     ]
     assert "'reduce_transport': 'bf16'} on rank 0" in plan_error
     assert "reduce_transport='bf16' on rank 0; weight=" in layers_error
+
+
+@on_ranks(2)
+def test_ranks_of_a_mesh_in_another_order() -> None:
+    mesh = DeviceMesh("cpu", [1, 0])
+    numbers = torch.arange(8.0).view(4, 2) * (1 + dist.get_rank())  # bf16 has them exactly
+    summand = DTensor.from_local(numbers, mesh, (Partial(),), run_check=False)
+    expected = summand.redistribute(placements=(Shard(0),))
+    assert same_bits(reduced_to(summand, (Shard(0),), "bf16").to_local(), expected.to_local())

@@ -30,6 +30,9 @@ def test_copies_and_new_tensors() -> None:
     assert same_cast(converted, x)
     assert isinstance(torch.nn.Parameter(x), Float8Tensor)
     assert same_cast(reloaded(x), x)
+    clone = x.clone()
+    clone.copy_(float8(3, 4))
+    assert same_cast(x, y)  # a clone has a scale of its own
 
 
 def test_repr_is_one_line_without_values_that_are_elsewhere() -> None:
