@@ -14,7 +14,7 @@ from fp8_dist.device import short_name
 from fp8_dist.kernels import blocks as block_kernels
 from fp8_dist.kernels import e2m1, encoding, folding, grouped, quantization, scale
 from fp8_dist.kernels.cuda import triton as package
-from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.cuda.triton.launch import Kernel
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.kernels.scale import INTEGERS
@@ -22,7 +22,7 @@ from fp8_dist.kernels.scale import INTEGERS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = [False, True]
-# Several tiles in both directions, for every choice of block sizes; True: odd sizes.
+# Several tiles in both directions; True: odd sizes.
 SHAPES = {False: (320, 2560), True: (331, 2569)}
 
 
@@ -42,11 +42,11 @@ def call(op: CustomOp[..., Any], *args: Any, **kwargs: Any) -> Call:
     return Call(op, args, kwargs)
 
 
-def tuned_kernels() -> list[Tuned]:
-    """All tuned Triton kernels of the library."""
+def triton_kernels() -> list[Kernel]:
+    """All Triton kernels of the library."""
     modules = [value for value in vars(package).values() if isinstance(value, ModuleType)]
-    tuned = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Tuned)}
-    return list(tuned.values())
+    kernels = {id(k): k for m in modules for k in vars(m).values() if isinstance(k, Kernel)}
+    return list(kernels.values())
 
 
 def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 from fp8_dist.kernels.cuda import gemm
-from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.cuda.triton.launch import Kernel
 from fp8_dist.kernels.gemm import block_scaled_mm
 from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench import gpu_results
@@ -39,7 +39,7 @@ from scripts.train import train
 
 Variant = tuple[str, bool]  # a candidate, and whether it is compiled
 Case = tuple[str, Callable[[], Result]]
-Launch = tuple[Tuned, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
+Launch = tuple[Kernel, tuple[Any, ...], dict[str, Any]]  # a kernel and its arguments
 Found = dict[str, Any]  # fields of a result
 Ready = tuple[Layer, Callable[[], object]]  # a candidate's layer, and its forward and backward
 
@@ -223,16 +223,16 @@ def kernel_cases(args: argparse.Namespace) -> Iterator[Case]:
 
 
 def kernel_rates(recipe: str, repeat: int) -> Found:
-    """Measure each distinct kernel launch of a step: its block sizes, time and rate."""
-    layer, launch = layer_of(recipe, (ROWS, D, FFN), "cuda"), Tuned.__call__
+    """Measure each distinct kernel launch of a step: its time and rate."""
+    layer, launch = layer_of(recipe, (ROWS, D, FFN), "cuda"), Kernel.__call__
     noted: dict[str, Launch] = {}
 
-    def note(tuned: Tuned, *args: Any, **constants: Any) -> None:
+    def note(kernel: Kernel, *args: Any, **constants: Any) -> None:
         shapes = [tuple(x.shape) for x in tensors_of(args)]
-        noted[f"{tuned.kernel.__name__} {shapes} {constants}"] = tuned, args, constants
-        launch(tuned, *args, **constants)
+        noted[f"{kernel.kernel.__name__} {shapes} {constants}"] = kernel, args, constants
+        launch(kernel, *args, **constants)
 
-    with patch.object(Tuned, "__call__", note):
+    with patch.object(Kernel, "__call__", note):
         layer.change_weight()
         layer.run()
     each = (kernel_rate(*of, repeat) for of in noted.values())
@@ -244,18 +244,16 @@ def tensors_of(args: tuple[Any, ...]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
 
 
-def kernel_rate(tuned: Tuned, args: tuple[Any, ...], constants: dict[str, Any], repeat: int) -> str:
-    """Measure a launch: the block sizes that it chooses, its time and its rate."""
+def kernel_rate(
+    kernel: Kernel, args: tuple[Any, ...], constants: dict[str, Any], repeat: int
+) -> str:
+    """Measure the time and the rate of a launch."""
     cache = torch.empty(2**28, dtype=torch.uint8, device="cuda")  # larger than the GPU's cache
-    run = partial(tuned, *args, **constants)
-    with patch.object(tuned, "_fastest", {}) as fastest:
-        readings(run, WARM_UP)
-        seconds = statistics.median(readings(run, repeat, cache.zero_))
-    (chosen,) = fastest.values()
-    sizes = [f"{name}={size}" for name, size in chosen.items() if name.isupper()]
+    run = partial(kernel, *args, **constants)
+    readings(run, WARM_UP)
+    seconds = statistics.median(readings(run, repeat, cache.zero_))
     rate = sum(x.numel() * x.itemsize for x in tensors_of(args)) / seconds
-    words = [tuned.kernel.__name__, *sizes, f"warps={chosen['num_warps']}"]
-    return " ".join([*words, f"{1e6 * seconds:.1f} us", f"{rate / 1e9:,.0f} GB/s"])
+    return f"{kernel.kernel.__name__} {1e6 * seconds:.1f} us {rate / 1e9:,.0f} GB/s"
 
 
 def label(variant: Variant) -> str:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_leaves
 
 from fp8_dist.device import short_name, stores_transposed
 from fp8_dist.kernels import quantization, scale
-from fp8_dist.kernels.cuda.triton.launch import Tuned
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.scale import INTEGERS
 from scripts.bench import gpu_operators, gpu_results
@@ -87,30 +86,6 @@ def launched(call: Call) -> Named:
 
 
 @contextmanager
-def choice(index: int) -> Iterator[list[str]]:
-    """Make kernels use their index-th choice of block sizes, or the last; yield what they use."""
-    chosen: list[str] = []
-
-    def launch(tuned: Tuned, grid: Any, *args: Any, **rest: Any) -> None:
-        config = tuned.configs[min(index, len(tuned.configs) - 1)]
-        sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
-        chosen.append(f"{tuned.kernel.__name__} {sizes} warps={config.num_warps}")
-        options = config.all_kwargs() | {"enable_fp_fusion": False}
-        tuned.kernel.run(*args, grid=grid, warmup=False, **rest, **options)
-
-    with patch.object(Tuned, "__call__", launch):
-        yield chosen
-
-
-def choices(call: Call) -> int:
-    """The largest number of choices among the kernels of a call, without launching them."""
-    counts = [1]
-    with patch.object(Tuned, "__call__", lambda tuned, *_, **__: counts.append(len(tuned.configs))):
-        call.op.implementations["cuda"](*call.args, **call.kwargs)
-    return max(counts)
-
-
-@contextmanager
 def side_stream() -> Iterator[None]:
     """Queue work on a new stream, ordered with earlier and later work on the current stream."""
     stream = torch.cuda.Stream()
@@ -120,21 +95,15 @@ def side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
-def check_choice(call: Call, expected: Callable[[], Named], index: int, aside: bool) -> Result:
-    """Check one choice of block sizes."""
-    with choice(index) as chosen, side_stream() if aside else nullcontext():
-        actual = launched(call)
-    check_same(actual, expected())
-    return Result(note=", ".join(chosen))
-
-
-def check_tuned(call: Call, expected: Callable[[], Named]) -> Result:
-    """Check the call that tunes the kernels, and the next one."""
+def check_launches(call: Call, expected: Callable[[], Named], aside: bool) -> Result:
+    """Check the call that compiles the kernels, and the next one, which launches them directly."""
     with ExitStack() as stack:
-        for tuned in gpu_operators.tuned_kernels():
-            stack.enter_context(patch.object(tuned, "_fastest", {}))
+        for kernel in gpu_operators.triton_kernels():
+            stack.enter_context(patch.object(kernel, "_compiled", {}))
         for n in range(2):
-            check_same(launched(call), expected(), f"call {n}, ")
+            with side_stream() if aside else nullcontext():
+                actual = launched(call)
+            check_same(actual, expected(), f"call {n}, ")
     return Result()
 
 
@@ -145,14 +114,12 @@ def check_portable(on_cpu: Call, expected: Callable[[], Named]) -> Result:
 
 
 def cases_of_call(name: str, on_cpu: Call, device: str) -> Iterator[Case]:
-    """Cases for one operator: each choice on each stream, the tuned choice, the portable code."""
+    """Cases for one operator: the kernels on each stream, the portable code."""
     call = moved(on_cpu, device)
     expected = cache(partial(portable, call))
-    for index, aside in product(range(choices(call)), BOTH if device == "cuda" else [False]):
-        where = f"choice {index}, side stream" if aside else f"choice {index}"
-        yield f"{name}, {where}", partial(check_choice, call, expected, index, aside)
-    yield f"{name}, tuned", partial(check_tuned, call, expected)
+    yield f"{name}, launched", partial(check_launches, call, expected, False)
     if device == "cuda":
+        yield f"{name}, side stream", partial(check_launches, call, expected, True)
         yield f"{name}, portable", partial(check_portable, on_cpu, expected)
 
 
@@ -232,7 +199,7 @@ def shared(cases: Iterator[Case], index: int, count: int) -> Iterator[Case]:
     """Take a share of the cases. Cases of one operator stay together, so it is compiled once."""
     calls: dict[str, int] = {}
     for name, function in cases:
-        of = re.split(", (?:choice|tuned|portable)", name)[0]
+        of = re.split(", (?:launched|side stream|portable)", name)[0]
         if calls.setdefault(of, len(calls)) % count == index - 1:
             yield name, function
 

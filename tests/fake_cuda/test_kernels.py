@@ -182,7 +182,7 @@ def count_portable_layer(name: str) -> Counts:
             for op in vars(room).values():
                 if isinstance(op, CustomOp) and is_fused(op):
                     stack.enter_context(patch.dict(op.implementations, clear=True))
-        stack.enter_context(patch.object(launch.Tuned, "__call__", None))  # none is launched
+        stack.enter_context(patch.object(launch.Kernel, "__call__", None))  # none is launched
         return count_layer(name, SHAPE)
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from fp8_dist.kernels.cuda.triton.launch import Tuned
+from fp8_dist.kernels.cuda.triton.launch import Kernel as TritonKernel
 from fp8_dist.kernels.custom_op import CustomOp
 from scripts.bench import (
     gpu,
@@ -30,7 +30,7 @@ from scripts.bench import (
     gpu_tests,
 )
 from scripts.bench.gpu_day import CALLS, SECONDS, Day, Group, Stage
-from scripts.bench.gpu_operators import operator_calls, tuned_kernels
+from scripts.bench.gpu_operators import operator_calls, triton_kernels
 from scripts.bench.gpu_results import BEHIND, FAILED, Result, add_options, append, read, run
 from scripts.common.candidates import TORCHAO
 from scripts.common.recipes import OURS
@@ -191,12 +191,12 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     layer_fields = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
     lines = [
         Result("start", "versions", note="NVIDIA H100, torch 2.11.0", **ident),
-        Result("kernels 1", "amax, odd, choice 0", **ident),
-        Result("kernels 2", "quantize, odd, choice 1", error="AssertionError: 3 differ", **ident),
-        Result("kernels 2", "quantize, odd, choice 1", note="mended", **ident),
+        Result("kernels 1", "amax, odd, launched", **ident),
+        Result("kernels 2", "quantize, odd, launched", error="AssertionError: 3 differ", **ident),
+        Result("kernels 2", "quantize, odd, launched", note="mended", **ident),
         Result("tests", "test_gemms", error="RuntimeError: refused", **ident),
         Result("rates", "copy", readings=(1e-3, 2e-3, 3e-3), bytes=6 * 10**9, **ident),
-        Result("kernel rates", "tensorwise", "tensorwise", note="_cast BM=64 2 us", **ident),
+        Result("kernel rates", "tensorwise", "tensorwise", note="_cast 2 us", **ident),
         Result("layers", f"{shape}, bf16, turn 1", "bf16", readings=(4e-3, 5e-3), **layer_fields),
         Result("layers", f"{shape}, bf16, turn 2", "bf16", readings=(9e-3,), **layer_fields),
         Result("layers", f"{shape}, bf16, again, turn 1", "bf16", readings=(6e-3,), **layer_fields),
@@ -216,7 +216,7 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
         r"| kernels 2 | 1 | 0 |",
         r"- tests: test_gemms: RuntimeError: refused",
         r"| copy | 3.00 TB/s | 4 TB/s | 1.000 to 3.000 |",
-        r"- tensorwise: _cast BM=64 2 us",
+        r"- tensorwise: _cast 2 us",
         r"| bf16 | 5.000 | 4.000 to 9.000 | 1.00 | 1,638,400 | 580 | |",
         r"| bf16, again | 6.000 | 6.000 to 6.000 | 0.83 |",
         r"| tensorwise, compiled | 2.500 | 2.500 to 2.500 | 2.00 |",
@@ -248,36 +248,32 @@ def tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_calls_reach_every_operator_and_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also, each choice of block sizes is a case."""
-    launched: set[Tuned] = set()
+    launched: set[TritonKernel] = set()
     monkeypatch.setattr(gpu_operators, "SHAPES", {False: (48, 256), True: (37, 131)})
-    monkeypatch.setattr(Tuned, "__call__", lambda tuned, *_, **__: launched.add(tuned))
+    monkeypatch.setattr(TritonKernel, "__call__", lambda kernel, *_, **__: launched.add(kernel))
     kernels = {}
     for name, (op, args, kwargs) in operator_calls("cpu", odd=False).items():
         launched.clear()
         op.implementations["cuda"](*args, **kwargs)
         kernels[name] = {*launched}
-    assert set.union(*kernels.values()) == {*tuned_kernels()}
-    assert len(tuned_kernels()) > 15
+    assert set.union(*kernels.values()) == {*triton_kernels()}
+    assert len(triton_kernels()) > 15
     modules = [m for name, m in sys.modules.items() if name.startswith("fp8_dist.")]
     ops = {op for m in modules for op in vars(m).values() if isinstance(op, CustomOp)}
     on_gpus = {op: op.implementations.get("cuda") for op in ops}
     fused = {o for o, run in on_gpus.items() if ".cuda.triton." in getattr(run, "__module__", "")}
     assert {op for op, *_ in operator_calls("cpu", odd=True).values()} == fused
     names = [name for name, _ in gpu_smoke_run.kernel_cases("cpu")]
-    most = {name: max(len(kernel.configs) for kernel in kernels[name]) for name in kernels}
-    ends = {name: [*(f"choice {i}" for i in range(most[name])), "tuned"] for name in kernels}
-    kinds = ("aligned", "odd")
-    assert names == [f"{n}, {kind}, {end}" for kind in kinds for n in kernels for end in ends[n]]
+    assert names == [f"{n}, {kind}, launched" for kind in ("aligned", "odd") for n in kernels]
 
 
-def test_processes_share_the_calls_and_find_a_wrong_choice(
+def test_processes_share_the_calls_and_find_a_wrong_launch(
     tried: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     only = "kernels", "--only", "scaling_from"
     parts = [tried(*only, "--part", f"{i}/3") for i in (1, 2, 3)]
     for part in parts:  # each part has all cases of a call
-        assert {name.rpartition(", ")[0] + ", tuned" for name in part} <= part.keys()
+        assert {name.rpartition(", ")[0] + ", launched" for name in part} <= part.keys()
     launched, calls = gpu_smoke_run.launched, []
 
     def wrong(call: Any) -> dict[str, torch.Tensor]:
@@ -289,10 +285,10 @@ def test_processes_share_the_calls_and_find_a_wrong_choice(
 
     monkeypatch.setattr(gpu_smoke_run, "launched", wrong)
     results = tried(*only, status=3)
-    assert len(results) == sum(map(len, parts)) == 8
+    assert len(results) == sum(map(len, parts)) == 4
     assert set.union(*map(set, parts)) == {*results}
     (failed,) = (text for text in results.values() if "FAILED" in text)
-    assert re.search(r"AssertionError: call 0, result 1: 47 of 48 elements differ, .*: nan", failed)
+    assert re.search(r"AssertionError: call 1, result 1: 47 of 48 elements differ, .*: nan", failed)
 
 
 def test_differences_are_named() -> None:
@@ -381,9 +377,7 @@ for part in ("kernels", "inductor"):
     gemm = next(line for line in lines["rates"] if line.name == f"{LAYER}, float8 by rows")
     assert (gemm.flops, len(gemm.readings)) == (2.0 * 2048 * 4096 * 14336, 2)
     assert names(lines["kernels"]) == ["copy, first", "tensorwise", "copy, last"]
-    assert re.search(
-        r"_cast BM=\d+ BN=\d+ warps=\d 1000.0 us [\d,]+ GB/s", lines["kernels"][1].note
-    )
+    assert re.search(r"_cast 1000.0 us [\d,]+ GB/s", lines["kernels"][1].note)
     candidates = ["bf16", "bf16 compiled", "tensorwise"]
     turn = [f"{LAYER}, {name}, turn 1" for name in [*candidates, "bf16, again"]]
     assert names(lines["layers"]) == [*turn, *(f"{LAYER}, {name}, wall" for name in candidates)]
@@ -396,7 +390,7 @@ for part in ("kernels", "inductor"):
     assert [line.recipe for line in lines["experts"]] == ["bf16", "bf16"]
     assert [line.recipe for line in lines["nccl"]] == ["bf16", "tensorwise", *TORCHAO[:1]]
     assert "NCCL" in lines["nccl"][0].error  # which a CPU build lacks
-    assert "choice 1, side stream" in " ".join(names(lines["smoke kernels"]))
+    assert ", side stream" in " ".join(names(lines["smoke kernels"]))
     assert len(names(lines["smoke inductor"])) == 2
 
 

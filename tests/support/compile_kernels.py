@@ -3,8 +3,7 @@
     python tests/support/compile_kernels.py 90 100 gfx942
 
 Prints JSON: a list of objects with the keys of :class:`Compiled`. For the first architecture, each
-kernel is compiled with each choice of block sizes and for all kinds of arguments, and Inductor's
-cast kernels as well. For the others, each kernel is compiled once. Needs no GPU. If KERNEL is in
+kernel is compiled for all kinds of arguments, and Inductor's cast kernels as well. For the others, each kernel is compiled once. Needs no GPU. If KERNEL is in
 the environment, only the kernels of that operator are compiled.
 """
 
@@ -36,12 +35,12 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass
 class Compiled:
-    """A kernel for one choice of block sizes.
+    """A kernel for some arguments.
 
     Attributes:
         architecture: the target.
         kernel: the name.
-        choice: the block sizes.
+        sizes: the block sizes.
         warps: the number of warps of an instance.
         assembly: PTX, or AMD's assembly.
         shared: bytes of shared memory per instance.
@@ -51,7 +50,7 @@ class Compiled:
 
     architecture: str
     kernel: str
-    choice: str
+    sizes: str
     warps: int
     assembly: str
     shared: int
@@ -81,35 +80,32 @@ class Driver:
 class Compiler:
     """A replacement of launches that compiles kernels instead.
 
-    ``every``: compile with each choice of block sizes, and again for each combination of constants,
-    dtypes and optional arguments, with one of the choices in turn. Otherwise compile kernels once.
+    ``every``: compile for each combination of constants, dtypes and optional arguments. Otherwise
+    compile kernels once.
     """
 
     def __init__(self, architecture: str, index: int, every: bool) -> None:
         self.architecture = architecture
         self.driver = Driver(architecture, index)
         self.every = every
-        self.seen: dict[launch.Tuned, set[Any]] = {}
+        self.seen: dict[launch.Kernel, set[Any]] = {}
         self.results: list[Compiled] = []
 
-    def __call__(self, tuned: launch.Tuned, grid: Any, *args: Any, **constants: Any) -> None:
+    def __call__(self, kernel: launch.Kernel, grid: Any, *args: Any, **constants: Any) -> None:
         """Compile a kernel for the given arguments."""
         leaves = tree_leaves(args, lambda each: each is None)
         dtypes = [getattr(each, "dtype", each is None) for each in leaves]
         kind = (*constants.values(), *dtypes) if self.every else ()
-        seen = self.seen.setdefault(tuned, set())
+        seen = self.seen.setdefault(kernel, set())
         if kind in seen:
             return
-        number = len(seen) % len(tuned.configs)
-        configs = tuned.configs if self.every and not seen else tuned.configs[number:][:1]
         seen.add(kind)
-        for config in configs:
-            chosen = config.all_kwargs() | {"enable_fp_fusion": False}
-            found = tuned.kernel.run(*args, grid=(1,), warmup=True, **constants, **chosen)
-            sizes = " ".join(f"{name}={size}" for name, size in config.kwargs.items())
-            self.note(found, tuned.kernel.__name__, f"{sizes} warps={config.num_warps}")
+        chosen = kernel.options | constants
+        found = kernel.kernel.run(*args, grid=(1,), warmup=True, **chosen)
+        sizes = " ".join(f"{name}={chosen[name]}" for name in kernel.blocks)
+        self.note(found, kernel.kernel.__name__, f"{sizes} warps={chosen['num_warps']}")
 
-    def note(self, found: Any, kernel: str, choice: str) -> None:
+    def note(self, found: Any, kernel: str, sizes: str) -> None:
         """Add a compiled kernel."""
         if self.driver.amd:
             assembly = found.asm["amdgcn"]
@@ -119,7 +115,7 @@ class Compiler:
             assembly = found.asm["ptx"]
             registers, stack, local = used(found.asm["cubin"])
             usage = [registers, stack + local]
-        labels = self.architecture, kernel, choice, found.metadata.num_warps
+        labels = self.architecture, kernel, sizes, found.metadata.num_warps
         self.results.append(Compiled(*labels, assembly, found.metadata.shared, *usage))
 
 
@@ -160,7 +156,7 @@ def compiled(architecture: str, index: int) -> list[Compiled]:
     launch.float8_constants.cache_clear()
 
     with (
-        patch.object(launch.Tuned, "__call__", lambda *args, **rest: compiler(*args, **rest)),
+        patch.object(launch.Kernel, "__call__", lambda *args, **rest: compiler(*args, **rest)),
         patch.object(launch, "rounds_to", lambda dtype, device: not compiler.driver.amd),
     ):
         # (The kernels are the same for any odd number of rows.)

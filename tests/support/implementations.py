@@ -40,11 +40,11 @@ def check_operator(op: custom_op.CustomOp[..., Any], *args: Any, **kwargs: Any) 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """A set that collects the names of all kernels launched from now on."""
     names: set[str] = set()
-    run = launch.Tuned.__call__
+    run = launch.Kernel.__call__
 
-    def noted(tuned: launch.Tuned, *args: Any, **constants: Any) -> None:
-        names.add(tuned.kernel.__name__)
-        run(tuned, *args, **constants)
+    def noted(kernel: launch.Kernel, *args: Any, **constants: Any) -> None:
+        names.add(kernel.kernel.__name__)
+        run(kernel, *args, **constants)
 
-    monkeypatch.setattr(launch.Tuned, "__call__", noted)
+    monkeypatch.setattr(launch.Kernel, "__call__", noted)
     return names

@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 try:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
-    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 except ImportError:  # the library then has no Triton kernels either
-    Autotuner = JITFunction = None
+    JITFunction = None
 
 _addressed: list[ReferenceType[torch.Tensor]] = []
 _real_data_ptr = torch.Tensor.data_ptr
@@ -40,7 +39,6 @@ def intercept_launches() -> None:
     torch.Tensor.data_ptr = _data_ptr  # type: ignore[method-assign]
     if JITFunction is not None:
         JITFunction.run = _run
-        Autotuner.run = _run_first
         driver.set_active(_Driver())
 
 
@@ -101,12 +99,6 @@ def _run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     _addressed.clear()
     tensors += [t for t in addressed if t.untyped_storage()._cdata not in storages]
     torch.ops.fake_cuda.triton_kernel(self.__name__, tensors)
-
-
-def _run_first(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Run an autotuned kernel with its first config, without a search."""
-    self.best_config = self.configs[0]
-    self.fn.run(*args, **kwargs, **self.best_config.all_kwargs())
 
 
 def _data_ptr(self: torch.Tensor) -> int:

@@ -42,7 +42,7 @@ def test_kernels_keep_their_bounds(compiled: list[dict[str, Any]]) -> None:
     """No registers are spilled, floats are rounded to nearest, atomics order no other access."""
     assert {each["architecture"] for each in compiled} == {"90", "100", "gfx942"}
     for kernel in compiled:
-        name = f"{kernel['kernel']} {kernel['choice']} for {kernel['architecture']}"
+        name = f"{kernel['kernel']} {kernel['sizes']} for {kernel['architecture']}"
         assert not kernel["spilled"], name
         atomics = re.findall(r"\b(?:atom|red)\.\S+", kernel["assembly"])
         assert all(".relaxed." in each for each in atomics), name

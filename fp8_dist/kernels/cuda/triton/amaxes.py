@@ -20,7 +20,7 @@ from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims, 
 from fp8_dist.torch_internals import foreach_zero_
 
 
-@launch.tuned(*OF_ROWS)
+@launch.kernel(**OF_ROWS)
 @triton.jit
 def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> None:
     # One instance: BM rows. Moves the bytes of x once.
@@ -32,7 +32,7 @@ def _rows(x: tl.tuple, out: tl.tensor, BM: tl.constexpr, BN: tl.constexpr) -> No
     tl.store(out + i, tl.max(largest, 1), mask=i < x[1])
 
 
-@launch.tuned(*STRIPES)
+@launch.kernel(**STRIPES)
 @triton.jit
 def _tiles(
     x: tl.tuple,
@@ -60,7 +60,7 @@ def _tiles(
         tl.atomic_max(whole, tl.max(column_amaxes, 0), sem="relaxed")
 
 
-@launch.tuned(*OF_ROWS)
+@launch.kernel(**OF_ROWS)
 @triton.jit
 def _many(
     table: tl.tensor,
@@ -111,10 +111,12 @@ def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tenso
     result = empty_amax(x, dims)
     bits, (M, K) = result.view(torch.int32), flat.shape
     if by_row:
-        _rows(launch.tiles(M), launch.matrix(flat), bits)
+        _rows(_rows.tiles(M), launch.matrix(flat), bits)
     else:
         columns, whole = (None, bits.zero_()) if dims is None else (bits.zero_(), None)
-        _tiles(launch.tiles(M, K, STEPS), launch.matrix(flat), None, columns, whole, STEPS=STEPS)
+        _tiles(
+            _tiles.tiles(M, K, steps=STEPS), launch.matrix(flat), None, columns, whole, STEPS=STEPS
+        )
     return result
 
 
@@ -127,7 +129,9 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
         # Two allocations and one fill: an operator may not return two views of one buffer.
         rows, columns = (torch.empty(n, dtype=torch.int32, device=x.device) for n in flat.shape)
         foreach_zero_([rows, columns])
-        _tiles(launch.tiles(M, K, STEPS), launch.matrix(flat), rows, columns, None, STEPS=STEPS)
+        _tiles(
+            _tiles.tiles(M, K, steps=STEPS), launch.matrix(flat), rows, columns, None, STEPS=STEPS
+        )
         results = {
             "row": rows.view(torch.float32).view(*x.shape[:-1], 1),
             "column": columns.view(torch.float32).view(*[1] * (x.ndim - 1), -1),
@@ -165,7 +169,7 @@ def _amax_of_each(
     out = allocate(sum(counts), dtype=torch.float32, device=device)
     splits = min(256, launch.programs(max(rows), 32))
     _many(
-        lambda chosen: (len(rows), splits),
+        (len(rows), splits),
         *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),
         DTYPE=DTYPES[first.dtype],
         ALIGNED=all(n % 16 == 0 for n in (*addresses, *columns)),

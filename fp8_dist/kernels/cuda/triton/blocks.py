@@ -13,7 +13,7 @@ import triton.language as tl
 from fp8_dist.kernels import blocks as portable
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
-from fp8_dist.kernels.cuda.triton.launch import DTYPES, BlockSizes
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype, empty_packed
 from fp8_dist.kernels.quantization import Tensors, rounded_up
 
@@ -81,7 +81,7 @@ def spread(values: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr) -> tl.t
     return tl.reshape(wide, [R * ROWS, C * COLUMNS])
 
 
-@launch.tuned(launch.blocks(4, BM=32, BN=128), launch.blocks(4, BM=64, BN=64))
+@launch.kernel(BM=32, BN=128)
 @triton.jit
 def _cast_blocks(
     x: tl.tuple,
@@ -168,14 +168,10 @@ def _launch(
     layouts = launch.as_layouts(copies, transposed)
     _, M, K, *_ = argument
     rows, columns, first_row, first_column = of
-
-    def grid(chosen: BlockSizes) -> tuple[int, int]:
-        down = launch.programs(first_row + rounded_up(M), max(rows, chosen["BM"]))
-        return down, launch.programs(first_column + K, max(columns, chosen["BN"]))
-
+    down, across = first_row + rounded_up(M), first_column + K
     if x.numel():
         _cast_blocks(
-            grid,
+            _cast_blocks.tiles(down, across, at_least=(rows, columns)),
             *(argument, first_row, first_column, exponents, layouts, packed),
             ROWS=rows,
             COLUMNS=columns,
@@ -234,7 +230,7 @@ def _larger(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 # Larger tiles spill registers with Triton 3.6.
-@launch.tuned(launch.blocks(2, BM=64, BN=64), launch.blocks(2, BM=64, BN=32))
+@launch.kernel(warps=2, BM=64, BN=64)
 @triton.jit
 def _reblock(
     x: tl.tuple,
@@ -320,14 +316,9 @@ def _reblocked(
     """Cast to other blocks in one launch; 2 bytes per element."""
     (M, K), (old_rows, columns, first_row, first_column) = qdata.shape, blocks
     data, new_exponents = portable.empty_reblocked(qdata, exponents, blocks, rows, rule, transposed)
-
-    def grid(chosen: BlockSizes) -> tuple[int, ...]:
-        down = launch.programs(M, max(rows, chosen["BM"]))
-        return down, launch.programs(first_column + K, chosen["BN"])
-
     if qdata.numel():
         _reblock(
-            grid,
+            _reblock.tiles(M, first_column + K, at_least=(rows, 1)),
             *(launch.matrix(qdata), launch.matrix(exponents), launch.raw(data), new_exponents),
             *(first_row, first_column),
             ROWS=old_rows,

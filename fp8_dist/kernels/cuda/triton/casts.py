@@ -23,7 +23,7 @@ from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 _WIDEST = 16384  # columns of a row that the registers of an instance hold
 
 
-@launch.tuned(launch.blocks(4, BLOCK=1024))
+@launch.kernel(BLOCK=1024)
 @triton.jit
 def _scaling(
     amax: tl.tensor,
@@ -42,7 +42,7 @@ def _scaling(
     tl.store(scale + i, rounding.reciprocal(m) * FACTOR, mask=i < size)
 
 
-@launch.tuned(*TILES)
+@launch.kernel(**TILES)
 @triton.jit
 def _cast(
     x: tl.tuple,
@@ -95,7 +95,7 @@ def _cast(
         tiles.store_transposed(copies[1], code, i, j, M, K)
 
 
-@launch.tuned(launch.blocks(8), launch.blocks(4))
+@launch.kernel(warps=8)
 @triton.jit
 def _cast_rows(
     x: tl.tuple,
@@ -120,7 +120,7 @@ def _cast_rows(
     tiles.store(out, rounding.to_float8(v * m[:, None], BIAS, SOFT), i, j, M, K)
 
 
-@launch.tuned(*TILES)
+@launch.kernel(**TILES)
 @triton.jit
 def _cast_rows_and_columns(
     x: tl.tuple,
@@ -150,7 +150,7 @@ def _cast_rows_and_columns(
     tiles.store_transposed(copies[1], code, i, j, M, K)
 
 
-@launch.tuned(launch.blocks(4, BM=64, BN=64), launch.blocks(4, BM=128, BN=64))
+@launch.kernel(BM=64, BN=64)
 @triton.jit
 def _transpose(
     x: tl.tensor,
@@ -185,7 +185,7 @@ def find_scaling(
     amax, size = amax.contiguous(), amax.numel()
     multiplier, scale = torch.empty_like(amax), torch.empty_like(amax)
     _scaling(
-        lambda chosen: (launch.programs(size, chosen["BLOCK"]),),
+        (launch.programs(size, _scaling.blocks["BLOCK"]),),
         *(amax, multiplier, scale, size),
         FACTOR=factor,
         POWER_OF_2=round_scales_to_power_of_2,
@@ -236,7 +236,7 @@ def _cast_with(
         stride = given.stride(0)
     _, M, K, *_ = argument = launch.matrix(x)
     _cast(
-        launch.tiles(M, K),
+        _cast.tiles(M, K),
         *(argument, given, stride, launch.as_layouts(copies, transposed), amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
@@ -274,7 +274,7 @@ def _cast_copies(
     ):
         copies = launch.empty_layouts(x, dtype, transposed)
         _cast_rows_and_columns(
-            launch.tiles(*as_matrix(x).shape),
+            _cast_rows_and_columns.tiles(*as_matrix(x).shape),
             *(launch.matrix(x), tuple(amax.contiguous() for amax in amaxes)),
             *(launch.as_layouts(copies, transposed), tuple(scales)),
             POWER_OF_2=power_of_2,
@@ -313,7 +313,7 @@ def _cast_by_rows(
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
-            lambda chosen: (launch.programs(M, BM), 1),
+            (launch.programs(M, BM), 1),
             *(argument, launch.raw(copies[0]), (amax, scale)),
             POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
@@ -346,7 +346,7 @@ def _transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     *others, M, K = x.shape
     out = quantization.empty_transposed(x, multiple)
     _transpose(
-        lambda chosen: (*launch.tiles(out.shape[-1], K)(chosen), math.prod(others)),
+        (*_transpose.tiles(out.shape[-1], K), math.prod(others)),
         *(launch.raw(x), None, launch.raw(out), M, K),
         MULTIPLE=multiple,
     )
@@ -358,5 +358,5 @@ def _transposed_groups(x: Tensor, source: Tensor) -> Tensor:
     """Copy rows to columns in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P))
-    _transpose(launch.tiles(P, K), launch.raw(x), source, launch.raw(out), P, K, MULTIPLE=1)
+    _transpose(_transpose.tiles(P, K), launch.raw(x), source, launch.raw(out), P, K, MULTIPLE=1)
     return out

@@ -38,7 +38,7 @@ def _byte_of(code: tl.tensor) -> tl.tensor:
     return tl.minimum(index * 0x30, (index + 12) << 2) | ((code & 8) << 4)
 
 
-@launch.tuned(launch.blocks(4, BLOCK=4096), launch.blocks(4, BLOCK=1024))
+@launch.kernel(BLOCK=4096)
 @triton.jit
 def _unpack_e2m1(packed: tl.tensor, pairs: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     # One instance: BLOCK pairs of values. It writes each pair as one int16, so that neighboring
@@ -55,4 +55,4 @@ def _unpack(packed: torch.Tensor, out: torch.Tensor) -> None:
     pairs = out.view(torch.uint8).view(-1).view(torch.int16)
     if size := pairs.numel():
         data = packed.view(torch.uint8).view(-1)
-        _unpack_e2m1(lambda chosen: (launch.programs(size, chosen["BLOCK"]),), data, pairs, size)
+        _unpack_e2m1((launch.programs(size, _unpack_e2m1.blocks["BLOCK"]),), data, pairs, size)

@@ -22,7 +22,7 @@ def _places(count: tl.tensor, BB: tl.constexpr) -> tl.tuple:
     return row, b, b[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
 
 
-@launch.tuned(launch.blocks(4, BB=8), launch.blocks(4, BB=16))
+@launch.kernel(BB=8)
 @triton.jit
 def _encode(
     x: tl.tuple,
@@ -59,7 +59,7 @@ def _decoded(
     return tl.where(c == 0x80, float("nan"), v) * scale[:, None]
 
 
-@launch.tuned(launch.blocks(4, BB=8), launch.blocks(4, BB=16))
+@launch.kernel(BB=8)
 @triton.jit
 def _sum(
     rows: tl.tuple,
@@ -105,7 +105,7 @@ def _encode_float8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if x.numel():
         rows, count = _rows(as_matrix(x)), exponents.shape[-1]
         _encode(
-            lambda chosen: (len(rows) * launch.programs(count, chosen["BB"]),),
+            (len(rows) * launch.programs(count, _encode.blocks["BB"]),),
             *(launch.matrix(rows), codes, exponents),
             **launch.float8_constants(_FLOAT8, x.device),
         )
@@ -128,7 +128,7 @@ def _sum_of_rows(
         local, rank = total, summands
     if total.numel():
         _sum(
-            lambda chosen: (total.numel() // size * launch.programs(count, chosen["BB"]),),
+            (total.numel() // size * launch.programs(count, _sum.blocks["BB"]),),
             _stacked(rows),
             None if exponents is None else _stacked(exponents),
             *(launch.matrix(_rows(as_matrix(local))), total, summands, rank, size),

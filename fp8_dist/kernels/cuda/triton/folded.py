@@ -18,7 +18,7 @@ from fp8_dist.kernels.quantization import empty_copies
 _UNIT = tl.constexpr(FOLDED_UNIT)
 
 
-@launch.tuned(*OF_ROWS)
+@launch.kernel(**OF_ROWS)
 @triton.jit
 def _multipliers(
     grad: tl.tuple,
@@ -60,7 +60,7 @@ def _g0(
 
 
 # As wide as STRIPES, and 16 bytes of g1 for each thread.
-@launch.tuned(launch.blocks(4, BM=2, BN=2048), launch.blocks(2, BM=2, BN=1024))
+@launch.kernel(BM=2, BN=2048)
 @triton.jit
 def _fold_rows(
     grad: tl.tuple,
@@ -97,7 +97,7 @@ def _fold_rows(
         tl.atomic_max(column_amax + j, tl.max(largest, 0), mask=j < N, sem="relaxed")
 
 
-@launch.tuned(*TILES)
+@launch.kernel(**TILES)
 @triton.jit
 def _fold_columns(
     grad: tl.tuple,
@@ -145,9 +145,9 @@ def _fold_gradient(
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     x = launch.matrix(grad)
-    _multipliers(launch.tiles(M), x, weight_scale, multipliers, scale, BIAS=BIAS[dtype])
+    _multipliers(_multipliers.tiles(M), x, weight_scale, multipliers, scale, BIAS=BIAS[dtype])
     _fold_rows(
-        launch.tiles(M, N, STEPS),
+        _fold_rows.tiles(M, N, steps=STEPS),
         *(x, multipliers, weight_scale, input_scale, g1, bits),
         STEPS=STEPS,
         **launch.float8_constants(dtype, device),
@@ -156,7 +156,7 @@ def _fold_gradient(
         results += empty_copies(grad, dtype, [transposed])
         results.append(grad.new_empty((1, N), dtype=torch.float32))
         _fold_columns(
-            launch.tiles(M, N),
+            _fold_columns.tiles(M, N),
             *(x, multipliers[0], input_scale, bits.view(torch.float32)),
             *map(launch.raw, results[-2:]),
             **launch.float8_constants(dtype, device),
@@ -165,7 +165,7 @@ def _fold_gradient(
 
 
 # A thread has W adjacent columns of all rows of a tile: threads share no column.
-@launch.tuned(launch.blocks(4, BM=8, BN=512), launch.blocks(2, BM=8, BN=256))
+@launch.kernel(BM=8, BN=512)
 @triton.jit
 def _fold_rows_of_groups(
     g0: tl.tensor,
@@ -222,7 +222,7 @@ def _fold_rows_of_groups(
                 tl.store(g1 + i * N + j, rounding.to_float8(v, BIAS, SOFT), mask=mask)
 
 
-@launch.tuned(*TILES)
+@launch.kernel(**TILES)
 @triton.jit
 def _fold_columns_of_groups(
     g0: tl.tensor,
@@ -278,7 +278,7 @@ def _fold_groups(
     scales = [None if s is None else s.contiguous() for s in (weight_scale, input_scale)]
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
-        launch.tiles(M),
+        _fold_rows_of_groups.tiles(M),
         *(launch.raw(g0), scale, *scales, group),
         *(map(launch.raw, results) if results else (None, None)),
         *(bits, M, N),
@@ -289,7 +289,7 @@ def _fold_groups(
         multiplier, column_scale = find_scaling(column_amax, dtype, True, 1 / FOLDED_UNIT)
         results += [g0.new_empty((N, P)), column_scale]
         _fold_columns_of_groups(
-            launch.tiles(P, N),
+            _fold_columns_of_groups.tiles(P, N),
             *(launch.raw(g0), scale, scales[1], group, source, multiplier),
             *(launch.raw(results[-2]), P, N),
             **launch.float8_constants(dtype, device),

@@ -32,10 +32,8 @@ BIAS = {
     torch.float8_e5m2fnuz: 16,
 }
 
-# No fused multiply-add, so that every operation rounds, as in torch.
-_OPTIONS = {"enable_fp_fusion": False}
+_IS_AMD = torch.version.hip is not None
 
-BlockSizes = dict[str, int]
 Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
@@ -62,82 +60,85 @@ def fused(
     return register
 
 
-def blocks(warps: int, **sizes: int) -> triton.Config:
-    """Return a config with these block sizes, which are ``tl.constexpr`` arguments of a kernel."""
-    return triton.Config(sizes, num_warps=warps)
+# Block sizes of kernels in which each program instance casts one tile.
+TILES = {"BM": 64, "BN": 64}
 
-
-# Configs for kernels in which each program instance casts one tile.
-TILES = (blocks(4, BM=64, BN=64), blocks(8, BM=128, BN=64))
-
-# Configs for kernels that compute amaxes of rows. Each program instance reads whole rows.
-OF_ROWS = (blocks(4, BM=8, BN=256), blocks(4, BM=4, BN=1024))
-# Configs for kernels that compute amaxes of columns. Each program instance reads STEPS tiles, one
-# below the other. A tile is so wide that no two threads share a column.
-STRIPES = (blocks(4, BM=8, BN=1024), blocks(2, BM=8, BN=512))
+# Block sizes of kernels that compute amaxes of rows. Each program instance reads whole rows.
+OF_ROWS = {"BM": 8, "BN": 256}
+# Block sizes of kernels that compute amaxes of columns. Each program instance reads STEPS tiles,
+# one below the other. A tile is so wide that no two threads share a column.
+STRIPES = {"BM": 8, "BN": 1024}
 STEPS = 8
 
 
-class Tuned:
-    """Kernel that is autotuned over a few configs, on the first call of each kind.
+class Kernel:
+    """Triton kernel with fixed block sizes, which are ``tl.constexpr`` arguments.
 
-    The config does not change the result. Two calls are of the same kind if they have equal
-    constants and dtypes, and their grids and element counts have equal bit lengths.
+    A launch through Triton takes the host several times as long as the launch of what Triton has
+    compiled. So the compiled kernel is kept for each kind of call: the device, constants, dtypes,
+    and what else Triton specializes code for (Note [Specialization]).
     """
 
-    def __init__(self, kernel: Any, configs: tuple[triton.Config, ...]) -> None:
-        self.kernel = kernel
-        self.configs = configs
-        self._fastest: dict[Hashable, dict[str, Any]] = {}
+    def __init__(self, kernel: Any, warps: int, blocks: dict[str, int]) -> None:
+        self.kernel, self.blocks = kernel, blocks
+        # No fused multiply-add, so that every operation rounds, as in torch.
+        self.options = {**blocks, "num_warps": warps, "enable_fp_fusion": False}
+        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
 
-    def __call__(
-        self, grid: Callable[[BlockSizes], tuple[int, ...]], *args: object, **constants: object
-    ) -> None:
+    def __call__(self, grid: tuple[int, ...], *args: object, **constants: object) -> None:
         """Launch on the current stream of the device of the first tensor.
 
-        ``grid`` returns the numbers of program instances for the chosen block sizes.
+        Args:
+            grid: the numbers of program instances.
+            args: arguments of the kernel: tensors, integers, None, and tuples of these. The first
+                one is a tensor, or begins with one.
+            constants: its ``tl.constexpr`` arguments; they may replace block sizes.
         """
-        leaves = [leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))]
-        device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+        leaves: list[Any] = [
+            leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))
+        ]
+        device: torch.device = leaves[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return self(grid, *args, **constants)
-        sizes = map(int.bit_length, grid(self.configs[0].kwargs))
-        kind = device, *sizes, *map(_kind, leaves), *constants.values()
-        chosen = self._fastest.get(kind)
-        if chosen is None:
-            tuner = triton.autotune(list(self.configs), key=[], do_bench=time_launches)(self.kernel)
-            tuner[grid](*args, **constants, **_OPTIONS)
-            self._fastest[kind] = tuner.best_config.all_kwargs()
-        else:
-            self.kernel[grid](*args, **constants, **chosen, **_OPTIONS)
+        kind = device, *map(_specialized, leaves), *constants.values()
+        if (known := self._compiled.get(kind)) is not None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)](*args, *values)
+            return None
+        chosen = self.options | constants
+        compiled = self.kernel[grid](*args, **chosen)
+        if compiled is not None:  # it is None in the interpreter
+            values = [chosen[name] for name in self.kernel.arg_names if name in chosen]
+            self._compiled[kind] = compiled, values
         return None
 
+    def tiles(
+        self, M: int, K: int = 1, *, steps: int = 1, at_least: Sequence[int] = (1, 1)
+    ) -> tuple[int, int]:
+        """Return a grid with one instance for each ``steps`` tiles, down a matrix.
 
-def _kind(argument: object) -> Hashable:
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.numel().bit_length()
-    return argument is None
+        A tile is ``[BM, BN]``, and ``at_least`` as large as this.
+        """
+        rows, columns = map(max, (self.blocks["BM"], self.blocks["BN"]), at_least)
+        return programs(M, rows * steps), programs(K, columns)
 
 
-def tuned(*configs: triton.Config) -> Callable[[Any], Tuned]:
-    """Decorate a ``triton.jit`` function as a :class:`Tuned` kernel."""
-    return lambda kernel: Tuned(kernel, configs)
+def kernel(warps: int = 4, **blocks: int) -> Callable[[Any], Kernel]:
+    """Decorate a ``triton.jit`` function as a :class:`Kernel`."""
+    return lambda function: Kernel(function, warps, blocks)
 
 
-def time_launches(call: Callable[[], None], quantiles: list[float]) -> Any:
-    """Measure quantiles of the time of a launch, with device synchronization.
-
-    Nothing can be measured in the interpreter, while a CUDA graph is captured, or if there is no
-    memory for the 256 MB buffer with which Triton clears the cache. Then the times of all configs
-    are 0, and Triton takes the first config.
-    """
-    if not INTERPRETED and not torch.cuda.is_current_stream_capturing():
-        try:
-            return triton.testing.do_bench(call, warmup=2, rep=10, quantiles=quantiles)
-        except torch.OutOfMemoryError:
-            pass
-    return [0.0] * len(quantiles)
+def _specialized(argument: Any) -> Hashable:
+    # Note [Specialization]
+    # Triton compiles other code for pointers that are aligned to 16 bytes, for integers that are 1,
+    # multiples of 16, or too large for int32, and on AMD for storages of less than 2 GB.
+    if argument is None:
+        return None
+    if isinstance(argument, int):
+        return argument == 1 or (argument % 16 == 0, argument >> 31)
+    large = _IS_AMD and argument.untyped_storage().nbytes() >> 31
+    return argument.dtype, argument.data_ptr() % 16 == 0, large
 
 
 @cache
@@ -153,11 +154,6 @@ def programs(size: int, block: int) -> int:
     For an empty dim it is 1, because there may still be scales to write.
     """
     return max(1, -(-size // block))  # triton.cdiv takes 2 us
-
-
-def tiles(M: int, K: int = 1, steps: int = 1) -> Callable[[BlockSizes], tuple[int, int]]:
-    """Return a grid with one instance for each ``steps`` tiles ``[BM, BN]``, down a matrix."""
-    return lambda chosen: (programs(M, chosen["BM"] * steps), programs(K, chosen["BN"]))
 
 
 def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
