@@ -82,7 +82,8 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
 
 def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics) -> _Measured:
     if (dtype := weight.gathered_as) is not None:
-        local = tuple([level.to(dtype).to(level.dtype) for level in local])
+        # A CPU rounds NaNs to bf16 NaNs with a sign, and ranks reduce the bits as signed integers.
+        local = tuple([level.to(dtype).to(level.dtype).abs() for level in local])
     layout = weight.layout()
     assert layout is not None
     sharded = layout.sharded_axes()

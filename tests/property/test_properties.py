@@ -1,5 +1,7 @@
 """Random cases, the same in every run. `python -m scripts.measure.properties` runs more cases."""
 
+from dataclasses import replace
+
 import hypothesis
 import pytest
 import torch
@@ -36,6 +38,13 @@ def test_a_history_that_is_not_used_does_not_come_back(ranks: RankPools) -> None
     there_and_back = ("invalidate", "sync", "dcp.load, another mesh", "dcp.load, another mesh")
     case = TrainCase("HSDP 2 x 2", "FSDP2 2 x TP 2", "delayed", actions=there_and_back)
     assert verdict_of(case, ranks).kind == "right"
+
+
+def test_weights_that_became_nan_have_scales_of_nan(ranks: RankPools) -> None:
+    """Also if statistics of rows are rounded to the bf16 of FSDP2's gather, and reduced as bits."""
+    recipe, precision = "rowwise_with_gw_hp", "MixedPrecisionPolicy"
+    case = TrainCase("FSDP2 2 x TP 2", recipe=recipe, precision=precision, values="nan")
+    assert verdict_of(replace(case, actions=("step", "evaluate")), ranks).kind == "right"
 
 
 @hypothesis.settings(IN_CI, max_examples=20)
