@@ -279,6 +279,9 @@ class Float8LinearConfig:
             it does if one float8 copy of the weight serves both of its GEMMs, and otherwise gathers
             in high precision (see :attr:`fsdp_float8_all_gather`). ``None`` means False, with a
             warning at FSDP2's first gather if ``"auto"`` would gather as float8.
+        keep_fsdp_float8_cast: whether an update of scales also casts the weight that FSDP2 gathers
+            as float8, and keeps the cast for all gathers until the next update. It takes 1 byte per
+            element of the shard (half a byte in four bits).
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs. Without
             it, misaligned local shapes raise an error on such a device.
         emulate: multiply in a wider type even if the device has a float8 GEMM.
@@ -301,6 +304,7 @@ class Float8LinearConfig:
     gemm_config_grad_input: Float8GemmConfig = Float8GemmConfig()
     gemm_config_grad_weight: Float8GemmConfig = Float8GemmConfig()
     enable_fsdp_float8_all_gather: bool | Literal["auto"] | None = None
+    keep_fsdp_float8_cast: bool = True
     pad_inner_dim: bool = False
     emulate: bool = False
     force_recompute_fp8_weight_in_bwd: bool = False

@@ -34,7 +34,7 @@ with internals.names_of_torch():
     _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
     internals.require(FSDPModule, "_get_fsdp_state")
     internals.require(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param")
-    internals.require(FSDPParam, "_unsharded_inner_tensors reset_sharded_param")
+    internals.require(FSDPParam, "_unsharded_inner_tensors reset_sharded_param _orig_size")
     if _renamed := [name for name in _announced if name not in _reduction.parameters]:
         raise AttributeError(f"foreach_reduce has no parameters {', '.join(_renamed)}")
 
@@ -119,6 +119,11 @@ class FsdpParameter:
     def unsharded(self) -> torch.Tensor | None:
         """The unsharded parameter; None before the first gather."""
         return getattr(self.own, "_unsharded_param", None)
+
+    @property
+    def size(self) -> torch.Size:
+        """The size of what is gathered."""
+        return self.own._orig_size
 
     @cached_property
     def mesh(self) -> DeviceMesh:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.fsdp.gathers import reshard
+from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, common_groups, local_tensor
@@ -153,6 +154,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}
     _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
+    keep_casts(chosen.values())
     mark_scales_ready(chosen.values())
 
 

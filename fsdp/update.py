@@ -9,6 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
+from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
@@ -86,15 +87,17 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
     device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
-    histories, amaxes, weights = _recorded(layers, has_shards=bool(meshes))
+    histories, amaxes, count = _recorded(layers, has_shards=bool(meshes))
     numbers = {number: torch.full((), number, device=device) for number in (0.0, _UNUSED)}
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
     reduced = all_reduce_max(torch.stack(values), groups)
-    _, of_weights, marks = reduced.split([len(reduced) - 2 * weights, weights, weights])
+    _, of_weights, marks = reduced.split([len(reduced) - 2 * count, count, count])
     of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
-    mark_scales_ready(layer.float8_weight for layer in layers)
+    weights = [layer.float8_weight for layer in layers]
+    keep_casts(weight for weight in weights if weight.history is not None)
+    mark_scales_ready(weights)
 
 
 def _recorded(

@@ -17,7 +17,9 @@ With CPU offload the hooks run on a copy of it. So they find the parameter throu
 owns the weight, which FSDP2 passes to them.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -29,22 +31,36 @@ from fp8_dist import fsdp_internals
 from fp8_dist import torch_internals as internals
 from fp8_dist.device import is_captured, keep_for
 from fp8_dist.kernels.encoding import as_bytes
+from fp8_dist.kernels.scale import amax_of_tensors
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, Source
-from fp8_dist.scaling import Quantized, Scales, Scheme
+from fp8_dist.scaling import Dense, Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.weight.float8_weight import Float8Weight, Gather
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import PackedFloat8, Stored, StoredFloat8
 from fp8_dist.weight.weights import weights_of
-from fp8_dist.weight.wrapper import padded_shard, unpadded
+from fp8_dist.weight.wrapper import padded_shard, padded_size, unpadded
 
 # The metadata of a gather: the plan, the scales of the unsharded weight (except for levels whose
 # scales are gathered), and the weight's size.
 _Metadata = tuple[Gather, Scales, torch.Size]
+
+
+class _ShardCast(NamedTuple):
+    """The cast of a shard, as FSDP2 gathers it.
+
+    Attributes:
+        inputs, metadata: see :meth:`Float8AllGatherWeight.fsdp_pre_all_gather`.
+        amax: the amax of the shard, fp32, 0-dim, if the weight has an amax history.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    metadata: _Metadata
+    amax: torch.Tensor | None
 
 
 class Float8AllGatherWeight(KnownWeight):
@@ -52,11 +68,21 @@ class Float8AllGatherWeight(KnownWeight):
 
     With ``enable_fsdp_float8_all_gather``, the local tensors of sharded parameters have this type
     from ``fully_shard`` on (:func:`wrap_sharded`).
+
+    Attributes:
+        name_of_weight: the name of the weight in its module.
+        kept_cast: the cast that the last update of scales made, what it depends on, and the
+            statistic of its history; see Note [Kept casts].
     """
 
     name_of_weight: str
+    kept_cast: tuple[_ShardCast, tuple[Any, ...], torch.Tensor | None] | None
     static = ("name_of_weight",)
-    __slots__ = ("name_of_weight",)
+    __slots__ = ("kept_cast", "name_of_weight")
+
+    def set_up(self, **parts: torch.Tensor) -> None:
+        super().set_up(**parts)
+        self.kept_cast = None
 
     def fsdp_pre_all_gather(
         self,
@@ -75,13 +101,49 @@ class Float8AllGatherWeight(KnownWeight):
         none if shards cut no block.
         """
         weight = weights_of(module)[self.name_of_weight]
-        gather, (qdata, moving, scales) = weight.gather(), _cast_shard(self, weight)
-        data = padded_shard(as_bytes(qdata), outer_size, mesh.size())
-        # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
-        data = as_bytes(data.view(qdata.dtype))
-        carried = [as_bytes(scale.contiguous().reshape(-1)) for scale in moving]
-        # The metadata must not refer to the cast, whose memory it would keep.
-        return (data, *carried), (gather, scales, outer_size)
+        local, cache, stream = local_tensor(weight.master()), self, None
+        if isinstance(local, Float8AllGatherWeight) and local.device != self.device:
+            cache = local  # with CPU offload, self is a copy
+        if self.is_cuda and not is_captured(self.plain):
+            stream = torch.cuda.current_stream(self.device)
+        if weight.scales_ready is not None and stream is not None:
+            # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
+            weight.scales_ready.wait(stream)
+        cast = self._current_cast(weight)
+        if cast is None:
+            use = Use((weight,), "weight") if is_observed() else None
+            cast = _cast_shard(self.plain, weight, weight.gather_source(cache), use)
+        read: list[torch.Tensor] = [cache.known, *cast.inputs, *cast.metadata[1]]
+        if (history := weight.history) is not None:
+            history.last = cast.amax
+            read += [] if history.statistic is None else [history.statistic]
+        if stream is not None:
+            # The next update or sync may drop tensors while this stream still reads them.
+            for tensor in read:
+                keep_for(stream, tensor)
+        return cast.inputs, cast.metadata
+
+    def keep_cast(self, weight: Float8Weight, cast: _ShardCast) -> None:
+        """Keep a cast for later gathers."""
+        statistic = None
+        if weight.history is not None:
+            statistic = weight.history.statistic
+            self.note_training()  # so that later writes change `valid`
+        self.kept_cast = cast, self._state_of_cast(weight), statistic
+
+    def _current_cast(self, weight: Float8Weight) -> _ShardCast | None:
+        """The kept cast, if it is of the current values and scales, and nothing looks at casts."""
+        if self.kept_cast is None or not _is_unobserved(self.plain):
+            return None
+        cast, state, statistic = self.kept_cast
+        if weight.history is not None and weight.history.statistic is not statistic:
+            return None
+        return cast if self._state_of_cast(weight) == state else None
+
+    def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
+        """What a cast depends on."""
+        versions = internals.version_of(self.plain), internals.version_of(weight.master())
+        return int(self.valid), *versions, weight.gather()
 
     def fsdp_post_all_gather(
         self,
@@ -121,32 +183,23 @@ class Float8AllGatherWeight(KnownWeight):
         return Float8Tensor.of(weight, param_dtype), (qdata,) if plan.packed else ()
 
 
-def _cast_shard(sharded: KnownWeight, weight: Float8Weight) -> tuple[torch.Tensor, Scales, Scales]:
-    """Cast the local tensor of the sharded parameter for FSDP2's gather.
+def _cast_shard(
+    shard: torch.Tensor, weight: Float8Weight, source: Source, use: Use | None = None
+) -> _ShardCast:
+    """Cast a shard for FSDP2's gather.
 
-    With CPU offload ``sharded`` is a copy, and the parameter has the cached statistics.
-
-    Returns:
-        The data, packed if the gather carries it so; the scales that the gather carries; and the
-        scales of the unsharded weight.
+    Args:
+        shard: the plain shard, which with CPU offload is a copy.
+        source: the source of its statistics.
+        use: see :func:`fp8_dist.operand.prepare.cast_local`.
 
     Collectives: those of :meth:`Source.statistics`. If scales of the whole weight are needed and
     not cached, those of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
-    gather, shard = weight.gather(), sharded.plain.detach()
-    local, cache = local_tensor(weight.master()), sharded
-    if isinstance(local, KnownWeight) and local.device != sharded.device:
-        cache = local
-    stream = None
-    if shard.is_cuda and not is_captured(shard):
-        stream = torch.cuda.current_stream(shard.device)
-    if weight.scales_ready is not None and stream is not None:
-        # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-        weight.scales_ready.wait(stream)
-    (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
-    source: Source = weight.gather_source(cache)
+    assert weight.fsdp is not None
+    gather, shard = weight.gather(), shard.detach()
     scales: Scales = ()
-    use = Use((weight,), "weight") if is_observed() else None
+    (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
     # Autograd can't save inference tensors. (It records no operators on a detached shard.)
     with torch.inference_mode(False):
         if whole:
@@ -155,14 +208,98 @@ def _cast_shard(sharded: KnownWeight, weight: Float8Weight) -> tuple[torch.Tenso
             scales = tuple([scale.to(shard.device) for scale in parts])
             source = Given([scheme.local_part(statistics, layout)])
         (cast,), amax = cast_local(shard, gather.plan, layout, source, use)
-    if weight.history is not None:
-        weight.history.last = amax
-    if stream is not None:
-        # Precompute and sync may drop tensors while this stream still reads them.
-        keep_for(stream, cache.known)
-        for scale in cast.scales if weight.history is not None else ():
-            keep_for(stream, scale)
-    return cast.qdata, tuple([cast.scales[i] for i in gather.moving]), scales or cast.scales
+        size, ranks = weight.fsdp.size, weight.fsdp.mesh.size()
+        data = padded_shard(as_bytes(cast.qdata), size, ranks)
+        # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
+        data = as_bytes(data.view(cast.qdata.dtype))
+        moving = [cast.scales[i] for i in gather.moving]
+        carried = [as_bytes(scale.contiguous().reshape(-1)) for scale in moving]
+    # The metadata must not refer to the cast, whose memory it would keep.
+    return _ShardCast((data, *carried), (gather, scales or cast.scales, size), amax)
+
+
+@torch.inference_mode(False)  # autograd can't save inference tensors
+@torch.no_grad()
+def keep_casts(weights: Iterable[Float8Weight]) -> None:
+    """Cast the shards that FSDP2 gathers in float8, for the gathers until the next update.
+
+    Note [Kept casts]
+    ~~~~~~~~~~~~~~~~~
+    A weight changes once per optimizer step, and is gathered twice per micro-batch. So the update
+    of scales also casts it, and the gathers send the same bytes. They cast the weight themselves
+    if anything that the cast depends on has changed since: the values, as the cache of statistics
+    notices it (Note [What is known of a weight]), the scale of a history, the layout, or the
+    config. Likewise if no update has run, if an observer or a dispatch mode looks at casts, or if
+    the shard is on another device, as with CPU offload.
+    """
+    groups: dict[Any, list[tuple[Float8AllGatherWeight, Float8Weight]]] = {}
+    for weight in weights:
+        shard = local_tensor(weight.master())
+        if isinstance(shard, Float8AllGatherWeight) and weight.config.keep_fsdp_float8_cast:
+            shard.kept_cast = None  # frees its memory before the next casts
+            if _can_keep(shard, weight):
+                kind = _kind_of_cast(weight) or weight
+                groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
+    for (kind, *_), group in groups.items():
+        if isinstance(kind, tuple):
+            casts = _cast_together(*kind, group)
+        else:
+            casts = [_cast_shard(s.plain, w, w.gather_source(s)) for s, w in group]
+        for (shard, weight), cast in zip(group, casts, strict=True):
+            shard.keep_cast(weight, cast)
+
+
+def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight) -> bool:
+    """Whether gathers may use a cast of now."""
+    assert weight.fsdp is not None
+    (module, _), history = weight.fsdp.users[0], weight.history
+    is_known = history is None or (history.statistic is not None and weight.master().requires_grad)
+    is_asked = module is weight.module  # FSDP2 passes this one to the hook
+    return is_known and is_asked and shard.device == weight.device and _is_unobserved(shard.plain)
+
+
+def _kind_of_cast(weight: Float8Weight) -> tuple[Dense, bool] | None:
+    """The scheme, and whether there is a history, of a shard that can be cast with others."""
+    kept, scheme = (gather := weight.gather()).kept, gather.kept.schemes[0]
+    if not isinstance(scheme, Dense) or scheme.per not in ("tensor", "row") or kept.whole:
+        return None
+    return scheme, weight.history is not None
+
+
+def _cast_together(
+    scheme: Dense, has_history: bool, group: Sequence[tuple[Float8AllGatherWeight, Float8Weight]]
+) -> list[_ShardCast]:
+    """:func:`_cast_shard` of shards of one dtype whose statistics are known, in one launch."""
+    shards, sizes, padded = [shard.plain.detach() for shard, _ in group], [], []
+    for shard, (_, weight) in zip(shards, group, strict=True):
+        assert weight.fsdp is not None
+        sizes.append(size := weight.fsdp.size)
+        padded.append(padded_size(shard, size, weight.fsdp.mesh.size()))
+    of_histories = [h.statistic for _, weight in group if (h := weight.history) is not None]
+    if has_history:
+        known = torch.stack([statistic for statistic in of_histories if statistic is not None])
+    else:
+        known = torch.cat([shard.known for shard, _ in group]).view(torch.float32)
+    data, scales = scheme.cast_each(shards, known, [math.prod(size) for size in padded])
+    amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
+    if has_history:
+        measured = amax_of_tensors(shards[0], shards[1:])
+        scales = torch.add(scales, measured, alpha=0)  # NaN if the amax is not finite
+        amaxes = measured.unbind()
+    shapes = [scheme.scale_shapes(shard.shape, (0, 0))[0] for shard in shards]
+    all_data = data.split([math.prod(size) for size in padded])
+    all_scales = scales.split([math.prod(shape) for shape in shapes])
+    casts = []
+    for i, (_, weight) in enumerate(group):
+        gather, scale = weight.gather(), all_scales[i]
+        inputs = all_data[i].view(padded[i]), *([as_bytes(scale)] if gather.moving else [])
+        casts.append(_ShardCast(inputs, (gather, (scale.view(shapes[i]),), sizes[i]), amaxes[i]))
+    return casts
+
+
+def _is_unobserved(shard: torch.Tensor) -> bool:
+    """Whether a cast may be left out, because nothing looks at it or records it."""
+    return internals.can_skip_dispatch(shard) and not (is_observed() or is_captured(shard))
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:

@@ -167,6 +167,39 @@ def fusible_copies(
 
 
 @custom_op()
+def cast_tensors(
+    first: Tensor,
+    others: Sequence[Tensor],
+    amaxes: Tensor,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    by_row: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Cast many local tensors of one dtype, with one scale each; values above it saturate.
+
+    Args:
+        amaxes: flat fp32, in the order of :func:`fp8_dist.kernels.scale.amax_of_tensors`.
+        sizes: how many bytes of the result each tensor takes; at least its number of elements. The
+            rest is not initialized.
+        by_row: use one scale per row.
+
+    Returns:
+        The float8 data of all tensors, uint8, and the scales, as ``amaxes``; both flat.
+    """
+    data, begin = first.new_empty(sum(sizes), dtype=torch.uint8), 0
+    scales = torch.empty_like(amaxes)
+    for x, out in zip((first, *others), data.split(list(sizes)), strict=True):
+        shape = (*x.shape[:-1], 1) if by_row else ()
+        part = slice(begin, begin := begin + math.prod(shape))
+        how = dtype, round_scales_to_power_of_2, [0], [False]
+        scale, qdata = cast_copies(x, [amaxes[part].view(shape)], *how, saturate=True)
+        scales[part].view(shape).copy_(scale)
+        out[: x.numel()].copy_(qdata.view(torch.uint8).view(-1))
+    return data, scales
+
+
+@custom_op()
 def cast_rows(
     x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
 ) -> Tensors:

@@ -27,6 +27,7 @@ class Float8ExpertsConfig:
             inputs, are sent back to the ranks of their tokens.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
             yes, because every recipe here has one copy of the weight.
+        keep_fsdp_float8_cast: as in :class:`fp8_dist.Float8LinearConfig`.
         pad_token_groups_for_grouped_mm: pad the tokens of each expert to a multiple of 16, which a
             GPU's grouped GEMM for grad_weight requires. If False, experts are multiplied one by one
             whenever the number of tokens of any expert is not such a multiple.
@@ -40,6 +41,7 @@ class Float8ExpertsConfig:
     recipe: ExpertsRecipe = "rowwise_folded"
     combine: Literal["high_precision", "float8"] = "high_precision"
     enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
+    keep_fsdp_float8_cast: bool = True
     pad_token_groups_for_grouped_mm: bool = True
     emulate: bool = False
     weight_format: Format = "e4m3"
@@ -56,7 +58,12 @@ class Float8ExpertsConfig:
             name, weight_format = self.recipe, self.weight_format
             linear = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
         gather = self.enable_fsdp_float8_all_gather
-        linear = replace(linear, enable_fsdp_float8_all_gather=gather, emulate=self.emulate)
+        linear = replace(
+            linear,
+            enable_fsdp_float8_all_gather=gather,
+            keep_fsdp_float8_cast=self.keep_fsdp_float8_cast,
+            emulate=self.emulate,
+        )
         object.__setattr__(self, "linear", linear)
 
     @staticmethod

@@ -121,6 +121,17 @@ class Dense(Scheme):
         parts = values.split([math.prod(shape) for shape in shapes])
         return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
 
+    def cast_each(
+        self, xs: Sequence[Tensor], amaxes: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Cast many local tensors of one dtype to row-major copies, with their flat amaxes.
+
+        The arguments and the result are those of :func:`quantization.cast_tensors`. Only for one
+        scale per tensor or per row.
+        """
+        how = self.dtype, self.power_of_2, self.per == "row"
+        return quantization.cast_tensors(xs[0], list(xs[1:]), amaxes, sizes, *how)
+
     def scales_from(self, statistics: Statistics) -> Scales:
         return (scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)
 

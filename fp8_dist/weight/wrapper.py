@@ -170,17 +170,22 @@ def bytes_of(plain: torch.Tensor) -> torch.Tensor:
 
 
 def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
-    """Pad a shard with zeros to the size that FSDP2 gives every rank; contiguous.
+    """Pad a shard with zeros to :func:`padded_size`; contiguous."""
+    if missing := padded_size(shard, outer_size, ranks)[0] - len(shard):
+        shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
+    return shard.contiguous()
+
+
+def padded_size(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> tuple[int, ...]:
+    """The size that FSDP2 gives the shards of all ranks.
 
     FSDP2 rejects uneven shards of any dim but the first. A parameter that is whole on every rank
     (``replicate``) is not padded.
     """
     is_divided = len(shard) < outer_size[0] and shard.shape[1:] == outer_size[1:]
-    missing = -(-outer_size[0] // ranks) - len(shard) if is_divided else 0
-    assert missing >= 0, (shard.shape, outer_size, ranks)
-    if missing:
-        shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
-    return shard.contiguous()
+    rows = -(-outer_size[0] // ranks) if is_divided else len(shard)
+    assert rows >= len(shard), (shard.shape, outer_size, ranks)
+    return rows, *shard.shape[1:]
 
 
 def unpadded(output: torch.Tensor, dtype: torch.dtype, size: torch.Size) -> torch.Tensor:

@@ -156,6 +156,12 @@ def cast_calls(m: int, k: int) -> Calls:
     calls["cast_rows both layouts"] = call(quantization.cast_rows, s, E4M3, False, BOTH)
     long = ordinary(3, 16400)  # rows too long for registers
     calls["cast_rows long"] = call(quantization.cast_rows, long, E4M3, True, [False])
+    others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
+    for name, by_row in {"": False, " by rows": True}.items():
+        each = scale.amax_of_tensors.portable(x, others, by_row)
+        sizes = [tensor.numel() for tensor in (x, *others)]
+        how = E4M3, by_row, by_row
+        calls[f"cast_tensors{name}"] = call(quantization.cast_tensors, x, others, each, sizes, *how)
     calls["quantize"] = call(quantization.quantize, x, torch.tensor(1e3), E5M2)
     calls["quantize by columns"] = call(quantization.quantize, s, 448 / columns, E4M3)
     return calls

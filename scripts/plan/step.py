@@ -25,6 +25,10 @@ from fp8_dist.debug import CommAudit, comm_audit
 from fp8_dist.debug.audit import CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
+from fp8_dist.fsdp.weight import Float8AllGatherWeight
+from fp8_dist.mesh import local_tensor
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.weights import float8_weights
 from scripts.common.llama import LlamaConfig
 from scripts.common.mixture import Router
 from scripts.common.models import after_step, build, experts_of, is_float8
@@ -166,9 +170,18 @@ def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
         "parameters": bytes_of(model.parameters()),
         "gradients": bytes_of(gradients),
         "optimizer state": bytes_of(states),
+        "kept casts": sum(map(_kept_bytes, float8_weights(model).values())),
         "saved for backward": saved.total(),
     }
     return step
+
+
+def _kept_bytes(weight: Float8Weight) -> int:
+    """The size of the cast that an update keeps for FSDP2's gathers. (The audits keep none.)"""
+    shard = local_tensor(weight.master())
+    if not (isinstance(shard, Float8AllGatherWeight) and weight.config.keep_fsdp_float8_cast):
+        return 0
+    return shard.numel() // (2 if weight.gather().plan.packed else 1)
 
 
 def _collectives(phase: str, audit: CommAudit) -> list[Collectives]:

@@ -46,6 +46,7 @@ class Training:
     unshard_async: bool = False  # in the second step
     parts: bool = False  # the scales of each block are updated by themselves
     aside: bool = False  # a step's last forward finds a gather under way on a stream of the user
+    pending: bool = False  # a gather is under way at the optimizer's step and the update
     invalidate: bool = False  # what that gather reads has been dropped
     transport: bool = False  # gradients in float8, summed from those that are accumulated
     alone: bool = False  # on one rank
@@ -119,6 +120,8 @@ def hazards_of(training: Training) -> Counter[str]:
                     with torch.no_grad():
                         model(x)
                         model(x)
+                if training.pending:
+                    _unshard_aside(model)
                 optimizer.step()
                 optimizer.zero_grad()
                 if training.event:
@@ -174,8 +177,8 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
     assert not found, shown(found)
 
 
-# What makes statistics: all-reduces for tensors, and kernels for rows and histories.
-_MADE = "(all_reduce on NCCL|(_many|amax) on compute) .*"
+# What makes statistics (all-reduces for tensors, kernels for rows and histories) and kept casts.
+_MADE = "(all_reduce on NCCL|(_many|_cast_many|amax) on compute) .*"
 _SCALES_TOO_EARLY = f"(_cast|add|all_gather_copy_in) on .* reads what {_MADE}"
 _EVENT = Training("tensorwise", event=True)
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
@@ -205,6 +208,19 @@ def test_what_the_library_must_not_leave_out(
     assert found
     for hazard in found:
         assert re.fullmatch(expected, hazard), shown(found)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp4", "delayed"])
+def test_a_gather_under_way_keeps_what_it_reads(recipe: str, fake_cuda: FakeCudaProcess) -> None:
+    """(That the optimizer writes to weights meanwhile, which FSDP2 may gather, is the user's.)"""
+    training, name = Training(recipe, pending=True), f"{weight.__name__}.keep_for"
+    for found, is_left_out in (
+        (fake_cuda.run(hazards_of, training), False),
+        (fake_cuda.run(hazards_without, name, training), True),
+    ):
+        reused = [text for text in found if text.startswith("memory of compute is allocated again")]
+        assert any("before all_gather_copy_in" in text for text in reused) == is_left_out
+        assert is_left_out or not reused, shown(found)
 
 
 def test_waits_of_fsdp(fake_cuda: FakeCudaProcess) -> None:

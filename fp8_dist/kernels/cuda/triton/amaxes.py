@@ -4,9 +4,11 @@ Each amax is the maximum of the bits of ``|x|`` as integers, which keeps a NaN. 
 instances reduce into one amax, it is filled with zeros by a launch before.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -72,10 +74,9 @@ def _many(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: every SPLITS-th block of BM rows of one matrix. The table has the matrix's
-    # address, its sizes, and the index of its first amax in out. Moves the bytes of all tensors
-    # once.
-    entry = table + 4 * tl.program_id(0)
+    # One instance: every SPLITS-th block of BM rows of one matrix of the table (table_of). Moves
+    # the bytes of all tensors once.
+    entry = table + 5 * tl.program_id(0)
     x = tl.load(entry).to(tl.pointer_type(DTYPE))
     M, K, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
     if ALIGNED:
@@ -145,7 +146,7 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
     return [results[name] for name in covers]
 
 
-def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False) -> bool:
+def are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False) -> bool:
     """Return whether one launch can read all of the tensors by their addresses.
 
     This is not the case while a CUDA graph is captured, because the graph would outlive them.
@@ -154,29 +155,43 @@ def _are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool
     return first.dtype in DTYPES and first.is_contiguous() and alike and not is_captured(first)
 
 
-@launch.fused(amax_of_tensors, _are_alike)
+@launch.fused(amax_of_tensors, are_alike)
 def _amax_of_each(
     first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False
 ) -> torch.Tensor:
     """Copy a table, and compute amaxes in two launches, one for rows; 2 bytes per bf16 element."""
-    matrices, device = [as_matrix(x) for x in (first, *others)], first.device
+    tensors = first, *others
+    count = sum([math.prod(x.shape[:-1]) for x in tensors]) if by_row else len(tensors)
+    allocate = torch.empty if by_row else torch.zeros
+    out = allocate(count, dtype=torch.float32, device=first.device)
+    grid, table, how = table_of(tensors, [0] * len(tensors), by_row)
+    _many(grid, table, out.view(torch.int32), **how)
+    return out
+
+
+def table_of(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[int], by_row: bool
+) -> tuple[tuple[int, int], torch.Tensor, dict[str, Any]]:
+    """Return a grid, a table of tensors on their device, and constants of a kernel that takes them.
+
+    The table has one row per tensor: its address, the sizes of its matrix, the index of its first
+    amax, and where its part of the result begins, in bytes.
+    """
+    first, matrices = tensors[0], [as_matrix(x) for x in tensors]
     addresses = [x.data_ptr() for x in matrices]
     rows, columns = [x.shape[0] for x in matrices], [x.shape[1] for x in matrices]
     counts = rows if by_row else [1] * len(rows)
-    starts = list(accumulate(counts, initial=0))[:-1]
-    table = tuple(zip(addresses, rows, columns, starts, strict=True))
-    allocate = torch.empty if by_row else torch.zeros
-    out = allocate(sum(counts), dtype=torch.float32, device=device)
+    starts = [list(accumulate(each, initial=0))[:-1] for each in (counts, sizes)]
+    table = tuple(zip(addresses, rows, columns, *starts, strict=True))
     splits = min(256, launch.programs(max(rows), 32))
-    _many(
-        (len(rows), splits),
-        *(_table_of(table, device, current_stream(device)), out.view(torch.int32)),
-        DTYPE=DTYPES[first.dtype],
-        ALIGNED=all(n % 16 == 0 for n in (*addresses, *columns)),
-        OF_ROWS=by_row,
-        SPLITS=splits,
-    )
-    return out
+    how = {
+        "DTYPE": DTYPES[first.dtype],
+        "ALIGNED": all(n % 16 == 0 for n in (*addresses, *columns, *sizes)),
+        "OF_ROWS": by_row,
+        "SPLITS": splits,
+    }
+    device = first.device
+    return (len(rows), splits), _table_of(table, device, current_stream(device)), how
 
 
 @lru_cache(maxsize=16)
