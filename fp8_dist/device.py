@@ -65,6 +65,13 @@ def _nvidia_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if is_nvidias else (0, 0)
 
 
+def is_as_measured(device: torch.device) -> bool:
+    """Return whether a GPU (for "meta", the one in use) is one of docs/gpu.md, or a faster B200."""
+    if device.type == "meta" and torch.cuda.is_initialized():
+        device = torch.device("cuda")
+    return _nvidia_capability(device)[0] in (9, 10)
+
+
 @cache
 def device_has_float8_gemm(device: torch.device) -> bool:
     """Return whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.

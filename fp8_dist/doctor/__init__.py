@@ -1,10 +1,10 @@
 """Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
 It prints the relevant versions and devices, the layers of a model that would be converted, and
-which of them would become faster::
+which of them would become faster, from how many tokens on::
 
     python -m fp8_dist.doctor
-    python -m fp8_dist.doctor --model package.module:function --recipe rowwise_folded --tp 2
+    python -m fp8_dist.doctor --model package.module:function --tp 2 --tokens 8192
 
 ``function`` takes no arguments and returns the model, an nn.Module that is not converted yet. It
 is called on the meta device, and if it fails there, on the CPU. The exit status is 0, or 2 for
@@ -29,10 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
-    parser.add_argument("--tp", type=_ranks, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--tokens", type=_count, metavar="N", help="tokens per micro-batch")
     args = parser.parse_args(argv)
     if args.model is None and args != parser.parse_args([]):
-        parser.error("--recipe and --tp describe the use of a model: give --model")
+        parser.error("--recipe, --tp and --tokens describe the use of a model: give --model")
     machine, models = (import_module(f"{__name__}.{name}") for name in ("machine", "models"))
     lines = [*machine.environment()]
     if args.model is not None:
@@ -41,12 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         lines.append(f"\nmodel {args.model}, built on {where}")
-        lines += models.model_report(model, args.recipe, args.tp)
+        lines += models.model_report(model, args.recipe, args.tp, args.tokens)
     print("\n".join(lines))
     return 0
 
 
-def _ranks(text: str) -> int:
+def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)

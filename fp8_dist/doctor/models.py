@@ -4,12 +4,14 @@ import pkgutil
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 
 import torch
 from torch import nn
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.quantization import ALIGNMENT
+from fp8_dist.model.break_even import expectation
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
@@ -55,7 +57,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
+def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> Iterator[str]:
     """Convert a model, and yield lines about the layers that are converted, or would gain speed."""
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
@@ -84,6 +86,8 @@ def model_report(model: nn.Module, recipe: str, tp: int) -> Iterator[str]:
     counts = f"{len(gaining)} of {len(summary.converted)} float8 layers"
     share = f"{summary.share(gaining):.1%} of the parameters"
     yield f"verdict: {counts} ({share}) are large enough to gain"
+    if linear := [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]:
+        yield f"the {len(linear)} linear layers: {expectation(linear, tokens)}"
 
 
 def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:

@@ -16,12 +16,13 @@ from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.linear import Float8Linear, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
 from fp8_dist.mesh import Placements, linear_layouts, redistributed
+from fp8_dist.model.break_even import why_slower
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import ConversionSummary, conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe import experts as moe_experts
 from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
-from fp8_dist.text import alike, alike_names
+from fp8_dist.text import alike, alike_names, warn_once
 from fp8_dist.weight import agreement
 from fp8_dist.weight.weights import float8_weights, weights_of
 
@@ -51,6 +52,9 @@ def convert_to_float8_training(
     layers (GPT-2), and experts whose weights are 3-D parameters. The warning also lists converted
     layers that a GPU would refuse, because in_features or out_features is not a multiple of 16, and
     converted routers of experts.
+
+    A process is warned once if the layers, on a Hopper or B200, are so small that the host bounds
+    their steps with any usual number of tokens, which makes float8 slower than bf16.
 
     Args:
         module: the model.
@@ -91,6 +95,8 @@ def convert_to_float8_training(
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
     agreement.note_converted(module)
+    if why := why_slower(layer.weight for layer in chosen.values()):
+        warn_once("slower than bf16", f"convert_to_float8_training: {why}")
     return module
 
 

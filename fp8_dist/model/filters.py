@@ -11,6 +11,7 @@ Shapes are ``(out_features, in_features)``. For experts, they are those of one e
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from textwrap import indent
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,6 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from fp8_dist.kernels.quantization import ALIGNMENT
+from fp8_dist.model.break_even import tokens_to_gain
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, is_part, without_wrappers
@@ -173,7 +175,10 @@ class AutoFilter(LayerFilter):
             reason = reason or (f"{name}: {why}" if why and len(shapes) > 1 else why)
         for name, shape in shapes.items():
             row = fqn if name == "weight" else f"{fqn}.{name}".removeprefix(".")
-            verdict = not reason, reason or "large enough"
+            enough = "large enough"
+            if isinstance(module, nn.Linear):
+                enough += f", from about {tokens_to_gain([prod(local_shapes[name])]):,} tokens on"
+            verdict = not reason, reason or enough
             self._rows[row] = FilterDecision(row, shape, local_shapes[name], *verdict)
         return reason and f"auto_filter: {reason}"
 
@@ -253,7 +258,8 @@ def auto_filter(
     is not a multiple of 16, as a GPU's float8 GEMM requires; a rank has no part of it; or its
     smallest local part is within one of the limits of the recipe (``TOO_SMALL``).
     ``docs/support.md`` lists the limits, which do not consider the number of tokens or the savings
-    in communication, and says how to measure a device.
+    in communication, and says how to measure a device. The report says with how many tokens per
+    rank a layer gains if it is compiled.
 
     Experts are skipped if a linear layer of the size of one of their weights, ``[N, K]``, would be
     skipped. They are not divided: expert parallelism moves whole experts.
