@@ -25,7 +25,7 @@ Views share ``valid``, so that a write to a view is noticed. They have no statis
 because the version counters of their plain tensors are separate. Nor do copies and moved tensors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -38,7 +38,7 @@ from fp8_dist.mesh import Layout
 from fp8_dist.operand.sources import State, measured
 from fp8_dist.scaling import Scheme, Start, Statistics, operators, reduction, shared_schemes
 from fp8_dist.text import warn_once
-from fp8_dist.torch_internals import tree_leaves, tree_map_only, version_of
+from fp8_dist.torch_internals import tree_map_only, version_of
 from fp8_dist.weight.wrapper import MOVES, WrapperParameter
 
 aten = torch.ops.aten
@@ -52,6 +52,8 @@ TRAINED = 2  # a forward or gather of training
 UNKNOWN, STALE, OUTDATED = -1, -2, -3
 # An unsharded parameter, whose statistics are looked up on the sharded one.
 AS_SHARDED = 0
+
+_LISTS = (list, tuple)
 
 
 def _valid(source: int, fingerprint: int = 0) -> int:
@@ -279,23 +281,38 @@ class KnownWeight(WrapperParameter):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        args_, kwargs_ = tree_map_only(KnownWeight, cls.unwrap, (args, kwargs))
+        args_, values = _unwrapped(args), _unwrapped(kwargs.values())
+        kwargs_ = dict(zip(kwargs, values, strict=True))
         out = func(*args_, **kwargs_)
-        for tensor in tree_leaves(torch_internals.written_arguments(func, args, kwargs)):
-            if isinstance(tensor, KnownWeight):
-                tensor.forget()
+        for weight in _weights_in(torch_internals.written_arguments(func, args, kwargs)):
+            weight.forget()
         if func is aten.copy_.default:
             return args[0]
         if func is aten.clone.default and kwargs_.get("memory_format") is torch.preserve_format:
             return out  # as optimizers do for their state; clone() of a shard remains a weight
         if not (func.is_view or func in MOVES):
             return out
-        weight = next(arg for arg in tree_leaves(args) if isinstance(arg, KnownWeight))
+        weight = next(_weights_in(args))
         wrapped = tree_map_only(Tensor, weight.like, out)
         if func.is_view:
             for view in [wrapped] if isinstance(wrapped, cls) else wrapped:
                 view.valid = weight.valid
         return wrapped
+
+
+# Operators take no containers but lists. torch's functions for trees take several times as long.
+def _unwrapped(arguments: Iterable[Any]) -> list[Any]:
+    """An operator's arguments with the plain tensors of weights."""
+    return [_unwrapped(x) if type(x) in _LISTS else KnownWeight.unwrap(x) for x in arguments]
+
+
+def _weights_in(arguments: Iterable[Any]) -> Iterator[KnownWeight]:
+    """The weights in an operator's arguments."""
+    for x in arguments:
+        if isinstance(x, KnownWeight):
+            yield x
+        elif type(x) in _LISTS:
+            yield from _weights_in(x)
 
 
 def _flag() -> Tensor:

@@ -25,6 +25,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.mesh import local_tensor
+from fp8_dist.weight.known import OUTDATED, TRAINED, KnownWeight
 
 PAGE = Path(__file__).parents[2] / "docs" / "state.md"
 
@@ -225,3 +226,16 @@ def test_tensors_that_are_older_than_the_first_gather() -> list[str]:
         torch._foreach_mul_(held, 3.0)
         found += [f"{name}: {wrong}" for wrong in world.wrong_casts(partial(world.net, x))]
     return found
+
+
+@on_ranks(2, returns=True)
+def test_a_collective_of_lists_of_lists() -> bool:
+    rank = dist.get_rank()
+    received, *sent = (KnownWeight(torch.full((4,), float(n))) for n in (-1, 0, 1))
+    for weight in (received, *sent):
+        weight.valid.fill_(TRAINED)
+    dist.scatter(received, sent if rank == 0 else None)  # type: ignore[arg-type]
+    # (Schemas of collectives do not say which arguments are written to.)
+    expected = [OUTDATED] * 3 if rank == 0 else [OUTDATED, TRAINED, TRAINED]
+    states = [int(weight.valid) for weight in (received, *sent)]
+    return states == expected and received.plain.tolist() == [float(rank)] * 4
