@@ -261,6 +261,9 @@ class Float8Linear(nn.Linear):
         if "float8_weight" in self.__dict__:
             # FSDP2 exchanges parameters through __setattr__ if a module class defines it.
             if name == "weight":
+                if self.float8_weight.is_exchanged(value):
+                    self._parameters[name] = value
+                    return
                 if why := Float8Weight.why_not(value):
                     raise TypeError(
                         f"{self.fqn}: the weight of a float8 layer can't be {why}; call "

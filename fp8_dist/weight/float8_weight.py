@@ -430,6 +430,17 @@ class Float8Weight:
             self._gather = depends_on, plan
         return self._gather[1]
 
+    def is_exchanged(self, new: torch.Tensor | None) -> bool:
+        """Whether FSDP2 replaces the parameter, and :meth:`parameter_replaced` has nothing to do.
+
+        That is so of a parameter that is gathered in float8, twice per gather.
+        """
+        if new is None or self.fsdp is None or self.unsharded is not None:
+            return False
+        if new is not self.fsdp.sharded and new is not self.fsdp.unsharded:
+            return False
+        return isinstance(local_tensor(new), (Float8Tensor, KnownWeight))
+
     def parameter_replaced(self, new: torch.Tensor | None) -> None:
         """Prepare for the replacement of the layer's parameter, by FSDP2 or by other code."""
         self.unsharded = None

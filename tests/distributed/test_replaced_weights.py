@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Net, full_state
+from nets import Distributed, Net, full_state
 from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import all_warnings, raised, same_bits, validity
@@ -178,3 +178,22 @@ def test_an_unsharded_layer_becomes_linear() -> tuple[type, bool]:
     model.unshard()
     weight = model.layers[0].w1.to_linear().weight
     return type(weight), same_bits(weight.detach(), before)
+
+
+@on_ranks(4, returns=[])
+def test_what_fsdp2_exchanges_is_noted() -> list[str]:
+    wrong = []
+    for gather in (True, False):
+        net = Distributed(2, 2, gather=gather).net
+        layer: Any = net.layers[0].w1
+        net.layers[0].unshard()
+        if (layer.float8_weight.unsharded is None) != gather:
+            wrong.append(f"unsharded, {gather=}")
+        net.layers[0].reshard()
+        if layer.float8_weight.unsharded is not None:
+            wrong.append(f"sharded, {gather=}")
+        old = layer.weight
+        if "cannot assign" not in raised(TypeError, lambda: setattr(layer, "weight", old.detach())):  # noqa: B023
+            wrong.append(f"no parameter, {gather=}")
+        layer.weight = old
+    return wrong
