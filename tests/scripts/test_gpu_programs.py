@@ -28,16 +28,21 @@ from scripts.bench import (
     gpu_smoke,
     gpu_smoke_run,
     gpu_tests,
+    host,
 )
 from scripts.bench.gpu_day import CALLS, SECONDS, Day, Group, Stage
 from scripts.bench.gpu_operators import operator_calls, triton_kernels
 from scripts.bench.gpu_results import BEHIND, FAILED, Result, add_options, append, read, run
 from scripts.common.candidates import TORCHAO
-from scripts.common.recipes import OURS
+from scripts.common.recipes import BF16, OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = "2048 x 4096 x 14336"
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
+
+needs_cpu_build = pytest.mark.skipif(
+    torch.version.cuda is not None, reason="a build of torch for CUDA looks for its driver"
+)
 
 # Calls and stages of gpu_day
 
@@ -334,9 +339,7 @@ def names(results: list[Result]) -> list[str]:
     return [line.name for line in results if not line.error]
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is not None, reason="a build of torch for CUDA looks for its driver"
-)
+@needs_cpu_build
 def test_a_rehearsal(tmp_path: Path) -> None:
     """Run a few cases of each stage. Failures are written, and not tried again in their process."""
     path = tmp_path / "results.jsonl"
@@ -392,6 +395,19 @@ for part in ("kernels", "inductor"):
     assert "NCCL" in lines["nccl"][0].error  # which a CPU build lacks
     assert ", side stream" in " ".join(names(lines["smoke kernels"]))
     assert len(names(lines["smoke inductor"])) == 2
+
+
+@needs_cpu_build
+def test_host_times(capfd: pytest.CaptureFixture[str]) -> None:
+    """Each candidate runs on a rank of several, and bf16 is added."""
+    small = "--blocks 1 --dim 128 --ranks 2 --micro-batches 2 --repeat 1"
+    assert host.main([*small.split(), "--candidates", "tensorwise"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "host, blocks: 1 x 128, ranks: 2, micro-batches: 2" in lines
+    head, _, *rows = ([*map(str.strip, line.split("|"))] for line in lines if line[:1] == "|")
+    assert head[-5:-1] == ["update", "forward", "backward", "optimizer"]
+    assert [row[1] for row in rows] == [BF16, "tensorwise"]
+    assert rows[0][3:6:2] == ["1.00x", "1.00x"]
 
 
 def test_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
