@@ -128,7 +128,7 @@ class Float8AllGatherWeight(KnownWeight):
         statistic = None
         if weight.history is not None:
             statistic = weight.history.statistic
-            self.note_training()  # so that later writes change `valid`
+            self.note_writes()
         self.kept_cast = cast, self._state_of_cast(weight), statistic
 
     def _current_cast(self, weight: Float8Weight) -> _ShardCast | None:
@@ -142,8 +142,9 @@ class Float8AllGatherWeight(KnownWeight):
 
     def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
         """What a cast depends on."""
-        versions = internals.version_of(self.plain), internals.version_of(weight.master())
-        return int(self.valid), *versions, weight.gather()
+        parameter = weight.master()
+        versions = internals.version_of(self.plain), internals.version_of(parameter)
+        return int(self.valid), *versions, parameter.requires_grad, weight.gather()
 
     def fsdp_post_all_gather(
         self,

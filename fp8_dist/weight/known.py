@@ -238,6 +238,11 @@ class KnownWeight(WrapperParameter):
         self.seen = version_of(parameter) or 0
         self._set_state(_valid(source, self._fingerprint(kept)))
 
+    def note_writes(self) -> None:
+        """Make later writes change ``valid``, although it has no statistics."""
+        if _is_invalid(self._state()):
+            self._set_state(_valid(EVALUATED))
+
     def note_training(self) -> None:
         """Record that a forward of training has computed statistics without caching them."""
         if _is_invalid(self._state()):

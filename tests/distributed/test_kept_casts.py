@@ -96,6 +96,12 @@ def load_histories(net: Net) -> None:
     state.load_state_dict(tree_map_only(float, lambda amax: 3 * amax, state.state_dict()))
 
 
+def freeze(net: Net) -> None:
+    """With a history, a frozen weight has a scale of its own amax."""
+    for parameter in net.layers[0].parameters():
+        parameter.requires_grad_(False)
+
+
 def replace_data(net: Net) -> None:
     for parameter in net.parameters():
         local = local_tensor(parameter)
@@ -110,6 +116,7 @@ CHANGES: list[Callable[[Net], list[torch.Tensor] | None]] = [
     load,
     load_histories,
     replace_data,
+    freeze,
     invalidate_float8_scales,
     update_float8_scales,
 ]
