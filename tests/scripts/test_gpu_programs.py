@@ -401,12 +401,13 @@ for part in ("kernels", "inductor"):
 def test_host_times(capfd: pytest.CaptureFixture[str]) -> None:
     """Each candidate runs on a rank of several, and bf16 is added."""
     small = "--blocks 1 --dim 128 --ranks 2 --micro-batches 2 --repeat 1"
-    assert host.main([*small.split(), "--candidates", "tensorwise"]) == 0
+    chosen = ["tensorwise", "mxfp8+mxfp4"]
+    assert host.main([*small.split(), "--candidates", *chosen]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert "host, blocks: 1 x 128, ranks: 2, micro-batches: 2" in lines
     head, _, *rows = ([*map(str.strip, line.split("|"))] for line in lines if line[:1] == "|")
     assert head[-5:-1] == ["update", "forward", "backward", "optimizer"]
-    assert [row[1] for row in rows] == [BF16, "tensorwise"]
+    assert [row[1] for row in rows] == [BF16, *chosen]
     assert rows[0][3:6:2] == ["1.00x", "1.00x"]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch._inductor import output_code
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from fake_cuda import device, streams
 from fake_cuda.inductor import compiled_code_launches_nothing
@@ -79,14 +78,15 @@ def main(argv: list[str]) -> None:
     torch.equal = lambda a, b: a.is_cuda or equal(a, b)
     torch.Tensor.item = lambda x: 1.0 if x.is_cuda else item(x)  # type: ignore[method-assign]
     agreement.first_difference = lambda *args: None
-    # FSDP2 asks for the addresses of storages, and frees and allocates them.
-    address = torch.UntypedStorage.data_ptr
+    # FSDP2 asks for the addresses of storages, frees them and allocates them again.
+    address, resize = torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
     torch.UntypedStorage.data_ptr = (  # type: ignore[method-assign]
         lambda storage: storage._cdata if storage.is_cuda else address(storage)
     )
+    torch.UntypedStorage.resize_ = (  # type: ignore[method-assign]
+        lambda storage, size: storage if storage.is_cuda else resize(storage, size)
+    )
     torch.Tensor.record_stream = lambda x, stream: None  # type: ignore[method-assign]
-    for name in ("alloc_storage", "free_storage"):
-        setattr(_fsdp_param, name, lambda tensor: None)
     reduce = torch.Tensor.scatter_reduce_  # kernels.cpp does not support its string argument
     torch.Tensor.scatter_reduce_ = (  # type: ignore[method-assign]
         lambda x, *args, **options: x if x.is_cuda else reduce(x, *args, **options)
