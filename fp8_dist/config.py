@@ -281,7 +281,8 @@ class Float8LinearConfig:
             warning at FSDP2's first gather if ``"auto"`` would gather as float8.
         keep_fsdp_float8_cast: whether an update of scales also casts the weight that FSDP2 gathers
             as float8, and keeps the cast for all gathers until the next update. It takes 1 byte per
-            element of the shard (half a byte in four bits).
+            element of the shard (half a byte in four bits). Writes that are not noticed
+            (docs/state.md) then have no effect before the next update.
         pad_inner_dim: pad operands to the multiples of 16 that a GPU's float8 GEMM needs. Without
             it, misaligned local shapes raise an error on such a device.
         emulate: multiply in a wider type even if the device has a float8 GEMM.

@@ -115,7 +115,7 @@ class Float8AllGatherWeight(KnownWeight):
             cast = _cast_shard(self.plain, weight, weight.gather_source(cache), use)
         read: list[torch.Tensor] = [cache.known, *cast.inputs, *cast.metadata[1]]
         if (history := weight.history) is not None:
-            history.last = cast.amax
+            history.last, history.restored = cast.amax, False
             read += [] if history.statistic is None else [history.statistic]
         if stream is not None:
             # The next update or sync may drop tensors while this stream still reads them.
@@ -136,15 +136,18 @@ class Float8AllGatherWeight(KnownWeight):
         if self.kept_cast is None or not _is_unobserved(self.plain):
             return None
         cast, state, statistic = self.kept_cast
-        if weight.history is not None and weight.history.statistic is not statistic:
+        has_changed = weight.history is not None and weight.history.statistic is not statistic
+        if has_changed or self._state_of_cast(weight) != state:
+            self.kept_cast = None
             return None
-        return cast if self._state_of_cast(weight) == state else None
+        return cast
 
     def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
         """What a cast depends on."""
         parameter = weight.master()
         versions = internals.version_of(self.plain), internals.version_of(parameter)
-        return int(self.valid), *versions, parameter.requires_grad, weight.gather()
+        flags = parameter.requires_grad, weight.config.keep_fsdp_float8_cast
+        return int(self.valid), *versions, *flags, weight.gather()
 
     def fsdp_post_all_gather(
         self,
@@ -230,13 +233,15 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
     of scales also casts it, and the gathers send the same bytes. They cast the weight themselves
     if anything that the cast depends on has changed since: the values, as the cache of statistics
     notices it (Note [What is known of a weight]), the scale of a history, the layout, or the
-    config. Likewise if no update has run, if an observer or a dispatch mode looks at casts, or if
-    the shard is on another device, as with CPU offload.
+    config. Likewise if no update has run, if an observer or a dispatch mode looks at casts (as that
+    of selective checkpointing does), or if the shard is on another device, as with CPU offload.
+
+    A cast together takes known statistics, or those of histories, without asking a source.
     """
     groups: dict[Any, list[tuple[Float8AllGatherWeight, Float8Weight]]] = {}
     for weight in weights:
         shard = local_tensor(weight.master())
-        if isinstance(shard, Float8AllGatherWeight) and weight.config.keep_fsdp_float8_cast:
+        if isinstance(shard, Float8AllGatherWeight):
             shard.kept_cast = None  # frees its memory before the next casts
             if _can_keep(shard, weight):
                 kind = _kind_of_cast(weight) or weight
@@ -256,7 +261,8 @@ def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight) -> bool:
     (module, _), history = weight.fsdp.users[0], weight.history
     is_known = history is None or (history.statistic is not None and weight.master().requires_grad)
     is_asked = module is weight.module  # FSDP2 passes this one to the hook
-    return is_known and is_asked and shard.device == weight.device and _is_unobserved(shard.plain)
+    is_used = weight.config.keep_fsdp_float8_cast and shard.device == weight.device
+    return is_known and is_asked and is_used and _is_unobserved(shard.plain)
 
 
 def _kind_of_cast(weight: Float8Weight) -> tuple[Dense, bool] | None:
@@ -276,17 +282,17 @@ def _cast_together(
         assert weight.fsdp is not None
         sizes.append(size := weight.fsdp.size)
         padded.append(padded_size(shard, size, weight.fsdp.mesh.size()))
+    amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
     of_histories = [h.statistic for _, weight in group if (h := weight.history) is not None]
     if has_history:
         known = torch.stack([statistic for statistic in of_histories if statistic is not None])
+        measured = amax_of_tensors(shards[0], shards[1:])
+        # NaN if the amax is not finite, as in cast_and_measure: other ranks see the data alone.
+        known = torch.add(known, measured, alpha=0)
+        amaxes = measured.unbind()
     else:
         known = torch.cat([shard.known for shard, _ in group]).view(torch.float32)
     data, scales = scheme.cast_each(shards, known, [math.prod(size) for size in padded])
-    amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
-    if has_history:
-        measured = amax_of_tensors(shards[0], shards[1:])
-        scales = torch.add(scales, measured, alpha=0)  # NaN if the amax is not finite
-        amaxes = measured.unbind()
     shapes = [scheme.scale_shapes(shard.shape, (0, 0))[0] for shard in shards]
     all_data = data.split([math.prod(size) for size in padded])
     all_scales = scales.split([math.prod(shape) for shape in shapes])

@@ -15,7 +15,7 @@ from fp8_dist.fsdp.weight import unwrap_float8_weights
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.linear import Float8Linear, checks, class_change, float8_layers
 from fp8_dist.linear.module import become_float8, other_users, why_unconvertible
-from fp8_dist.mesh import Placements, linear_layouts, redistributed
+from fp8_dist.mesh import Placements, linear_layouts, local_tensor, redistributed
 from fp8_dist.model.break_even import why_slower
 from fp8_dist.model.filters import LEFT_OUT, LayerFilter, why_misaligned
 from fp8_dist.model.report import ConversionSummary, conversion_summary
@@ -95,7 +95,7 @@ def convert_to_float8_training(
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
     agreement.note_converted(module)
-    if why := why_slower(layer.weight for layer in chosen.values()):
+    if why := why_slower(local_tensor(layer.weight) for layer in chosen.values()):
         warn_once("slower than bf16", f"convert_to_float8_training: {why}")
     return module
 

@@ -20,6 +20,7 @@ from fp8_dist import (
     Float8LinearConfig,
     Float8State,
     convert_to_float8_training,
+    float8_layers,
     invalidate_float8_scales,
     update_float8_scales,
 )
@@ -161,6 +162,40 @@ def test_steps_have_the_bits_of_casts_by_each_gather(dp: int, tp: int) -> dict[s
         worlds = {keep: Distributed(**how, config=config_of(name, keep)) for keep in (True, False)}
         found[name] = compared({k: world.net for k, world in worlds.items()}, worlds[True].mine)
     return {name: wrong for name, wrong in found.items() if wrong}
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["tensorwise", "delayed", "rowwise_folded", "mxfp8"])
+@on_ranks(2, returns=[])
+def test_values_that_are_not_finite(name: str, value: float) -> list[str]:
+    """What all ranks gather of a weight with such a value on one rank, with and without casts."""
+    found: dict[bool, list[torch.Tensor]] = {}
+    for keep in (True, False):
+        world = Distributed(2, 1, config=config_of(name, keep))
+        x = world.mine(torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(1)))
+        world.net(x).sum().backward()
+        update_float8_scales(world.net)
+        with torch.no_grad():
+            local = local_tensor(world.net.layers[0].w1.weight)
+            local[0, 0] = value if dist.get_rank() else 1.0
+        world.net.zero_grad()
+        update_float8_scales(world.net)
+        found[keep] = [world.net(x).isfinite()]
+    return [name] if not torch.equal(found[True][0], found[False][0]) else []
+
+
+@on_ranks(2, returns=[True, False, False])
+def test_turning_it_off_frees_the_casts() -> list[bool]:
+    world = Distributed(2, 1, config=config_of("tensorwise", True))
+    shard: Any = local_tensor(world.net.layers[0].w1.weight)
+    update_float8_scales(world.net)
+    found = [shard.kept_cast is not None]
+    for layer in float8_layers(world.net).values():
+        layer.config = dataclasses.replace(layer.config, keep_fsdp_float8_cast=False)
+    world.net(world.mine(torch.ones(2, 4, 64)))
+    found.append(shard.kept_cast is not None)
+    update_float8_scales(world.net)
+    return [*found, shard.kept_cast is not None]
 
 
 class Tied(nn.Module):

@@ -22,6 +22,7 @@ from fp8_dist.kernels.quantization import (
     cast_and_measure,
     cast_copies,
     cast_rows,
+    cast_tensors,
     quantize,
     transposed_copy,
 )
@@ -162,6 +163,34 @@ def test_one_tensor_and_many(used: set[str], of: torch.dtype) -> None:
         values = implementation(amax_of_tensors)(first, others, by_row)
         assert (values.view(torch.int32) >= 0).all()
     assert used == {"_tiles", "_many"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_many_tensors_are_cast_as_each_of_them(dtype: torch.dtype, used: set[str]) -> None:
+    """To parts of one buffer, which may be larger than the tensors; values above scales saturate."""
+    torch.manual_seed(0)
+    shapes = [(77, 130), (3, 1025), (16, 64), (0, 5), (2, 5, 48)]
+    first, *others = (torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes)
+    others[0][1, 2] = torch.inf
+    for by_row, power_of_2, padding in product((False, True), (False, True), (0, 24)):
+        amaxes = amax_of_tensors.portable(first, others, by_row) * 0.75
+        sizes = [x.numel() + padding for x in (first, *others)]
+        how = amaxes, sizes, E4M3, power_of_2, by_row
+        found, scales = implementation(cast_tensors)(first, others, *how)
+        expected, expected_scales = cast_tensors.portable(first, others, *how)
+        assert same_bits(scales, expected_scales)
+        parts = zip((first, *others), found.split(sizes), expected.split(sizes), strict=True)
+        begin = 0
+        for x, mine, theirs in parts:
+            assert torch.equal(mine[: x.numel()], theirs[: x.numel()])
+            amax_of_x = amaxes[
+                begin : (begin := begin + (math.prod(x.shape[:-1]) if by_row else 1))
+            ]
+            shape = (*x.shape[:-1], 1) if by_row else ()
+            alone = amax_of_x.view(shape), E4M3, power_of_2, [0], [False]
+            one = cast_copies.portable(x, [alone[0]], *alone[1:], saturate=True)[1]
+            assert torch.equal(theirs[: x.numel()], one.view(torch.uint8).view(-1))
+    assert used == {"_cast_many"}
 
 
 def test_transposes(used: set[str]) -> None:

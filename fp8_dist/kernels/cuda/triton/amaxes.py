@@ -194,7 +194,7 @@ def table_of(
     return (len(rows), splits), _table_of(table, device, current_stream(device)), how
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _table_of(
     rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
 ) -> torch.Tensor:
