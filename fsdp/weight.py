@@ -143,7 +143,7 @@ class Float8AllGatherWeight(KnownWeight):
         return cast
 
     def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
-        """What a cast depends on."""
+        """Return the facts that a kept cast depends on, to compare."""
         parameter = weight.master()
         versions = internals.version_of(self.plain), internals.version_of(parameter)
         flags = parameter.requires_grad, weight.config.keep_fsdp_float8_cast
