@@ -200,17 +200,21 @@ def cast_tensors(
 
 
 @custom_op()
-def cast_rows(
-    x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
+def cast_fresh(
+    x: Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+    by_row: bool = False,
 ) -> Tensors:
-    """Cast copies of a local tensor with one scale per row.
+    """Measure a local tensor, and cast copies with one scale, or with one scale per row.
 
     Returns:
-        The amaxes of the rows, their scales, and the copies.
+        The amaxes, their scales, and the copies.
     """
-    rows = amax(x, (x.ndim - 1,))
+    own = amax(x, (x.ndim - 1,) if by_row else None)
     of = [0] * len(transposed)
-    return [rows, *cast_copies(x, [rows], dtype, round_scales_to_power_of_2, of, transposed)]
+    return [own, *cast_copies(x, [own], dtype, round_scales_to_power_of_2, of, transposed)]
 
 
 @custom_op()

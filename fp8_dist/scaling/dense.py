@@ -143,8 +143,9 @@ class Dense(Scheme):
         transposed: Sequence[bool],
         saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
-        if statistics is None and self.fuses(x):
-            value, scale, *data = quantization.cast_rows(x, self.dtype, self.power_of_2, transposed)
+        if statistics is None and self.per in ("tensor", "row") and fuses_casts(x):
+            fresh = self.dtype, self.power_of_2, transposed, self.per == "row"
+            value, scale, *data = quantization.cast_fresh(x, *fresh)
             return (value,), (scale,), data
         saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics

@@ -148,14 +148,16 @@ def cast_calls(m: int, k: int) -> Calls:
         calls[f"cast_copies by both {name}"] = call(cast, wide, each, dtype, True, [0, 1], BOTH)
         saturated = call(cast, wide, [one / 8], dtype, False, of, BOTH, saturate=True)
         calls[f"cast_copies saturated {name}"] = saturated
-        calls[f"cast_rows {name}"] = call(quantization.cast_rows, wide, dtype, True, [False])
+        how = dtype, True, [False], True
+        calls[f"cast_fresh {name}"] = call(quantization.cast_fresh, wide, *how)
         # (With non-finite values its codes are unspecified.)
         args = ordinary(m, k, high), one / 2, dtype, True, BOTH
         calls[f"cast_and_measure {name}"] = call(quantization.cast_and_measure, *args)
     calls["cast_and_measure e5m2"] = call(quantization.cast_and_measure, x, one, E5M2, False, BOTH)
-    calls["cast_rows both layouts"] = call(quantization.cast_rows, s, E4M3, False, BOTH)
+    calls["cast_fresh both layouts"] = call(quantization.cast_fresh, s, E4M3, False, BOTH, True)
+    calls["cast_fresh tensor"] = call(quantization.cast_fresh, s, E4M3, False, BOTH)
     long = ordinary(3, 16400)  # rows too long for registers
-    calls["cast_rows long"] = call(quantization.cast_rows, long, E4M3, True, [False])
+    calls["cast_fresh long"] = call(quantization.cast_fresh, long, E4M3, True, [False], True)
     others = [ordinary(3, 5), x[: m // 2].clone(), ordinary(m, 7)]
     for name, by_row in {"": False, " by rows": True}.items():
         each = scale.amax_of_tensors.portable(x, others, by_row)
@@ -185,7 +187,7 @@ def fold_calls(m: int, k: int) -> Calls:
     # Empty groups, a group of one row, and groups that end inside a tile.
     counts = torch.tensor([0, 1, 15, 17, m - 33, 0])
     groups = grouped.Groups.of(counts, counts, m)
-    _, of_rows, data = quantization.cast_rows.portable(special(m, k), E4M3, True, [False])
+    _, of_rows, data = quantization.cast_fresh.portable(special(m, k), E4M3, True, [False], True)
     s, source = scales_of_rows(6 * k).view(6, k), groups.padded(16).source
     of, rest = (folding.fold_groups, data, of_rows), (groups.group_of_row, 6)
     calls["fold_groups"] = call(*of, s, t, *rest, source)

@@ -20,7 +20,7 @@ from fp8_dist.debug import comm_audit
 from fp8_dist.debug.audit import CommRow, CommTable, _axis_name
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels.blocks import cast_blocks, quantize_block_copies
-from fp8_dist.kernels.quantization import cast_and_measure, cast_copies, cast_rows, quantize
+from fp8_dist.kernels.quantization import cast_and_measure, cast_copies, cast_fresh, quantize
 from fp8_dist.operand.sources import QUERIES, look_up
 from fp8_dist.scaling.operators import cast_operator
 
@@ -37,7 +37,7 @@ CASTS = {
         cast_and_measure,
         cast_blocks,
         cast_copies,
-        cast_rows,
+        cast_fresh,
         quantize_block_copies,
     )
 }

@@ -9,7 +9,7 @@ from reference import same_bits, same_values
 from torch import Tensor
 
 from fp8_dist.kernels.folding import fold_gradient, fold_groups
-from fp8_dist.kernels.quantization import cast_rows
+from fp8_dist.kernels.quantization import cast_fresh
 
 E4M3 = torch.float8_e4m3fn
 
@@ -22,7 +22,7 @@ def cast(counts: list[int], columns: int) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of groups, cast by rows: their data, their scales, and the group of each."""
     rows = sum(counts)
     grad = torch.randn(rows, columns) * powers_of_2(rows, 1) * powers_of_2(1, columns, spread=2)
-    _, scale, qdata = cast_rows(grad.bfloat16(), E4M3, True, [False])
+    _, scale, qdata = cast_fresh(grad.bfloat16(), E4M3, True, [False], True)
     return qdata, scale, torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
 
 

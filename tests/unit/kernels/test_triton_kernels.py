@@ -21,7 +21,7 @@ from fp8_dist.kernels.grouped import Groups, transposed_groups
 from fp8_dist.kernels.quantization import (
     cast_and_measure,
     cast_copies,
-    cast_rows,
+    cast_fresh,
     cast_tensors,
     quantize,
     transposed_copy,
@@ -77,7 +77,8 @@ def check_casts(used: set[str], x: torch.Tensor, dtype: torch.dtype, power_of_2:
             multiplier, _ = scaling_from_amax.portable(each, dtype, power_of_2)
             check_operator(quantize, x, multiplier, dtype, saturate=False)
     for transposed in ([False], [False, True]):
-        check_operator(cast_rows, x, dtype, power_of_2, transposed)
+        for by_row in (False, True):
+            check_operator(cast_fresh, x, dtype, power_of_2, transposed, by_row)
     assert used >= {"_rows", "_tiles", "_cast", "_cast_rows_and_columns"}
     assert ("_cast_rows" in used) is (x.stride(1) == 1)
 
@@ -95,7 +96,8 @@ def test_casts_of_any_shape_dtype_and_strides(used: set[str]) -> None:
 def test_rows_that_registers_do_not_hold_are_read_twice(used: set[str]) -> None:
     for columns, names in ((16384, {"_cast_rows"}), (16385, {"_rows", "_cast"})):
         used.clear()
-        check_operator(cast_rows, matrix((2, columns), torch.bfloat16), E4M3, True, [False])
+        x = matrix((2, columns), torch.bfloat16)
+        check_operator(cast_fresh, x, E4M3, True, [False], True)
         assert used == names
 
 
@@ -248,7 +250,7 @@ def test_groups(used: set[str], counts: list[int]) -> None:
     groups = Groups.of(torch.tensor(counts, device=DEVICE), torch.tensor(counts), sum(counts))
     (rows, columns), experts = (sum(counts), 130), len(counts)
     grad = matrix((rows, columns), torch.bfloat16)
-    _, scale, qdata = cast_rows.portable(grad, E4M3, True, [False])
+    _, scale, qdata = cast_fresh.portable(grad, E4M3, True, [False], True)
     for source in (groups.padded(16).source, groups.padded(16).source.flip(0)):
         check_operator(transposed_groups, qdata, source)
     s, t = (row_scales(n) for n in (experts * columns, rows))
@@ -290,7 +292,8 @@ def test_amaxes_casts_and_copies(shape: tuple[int, ...], dtype: torch.dtype) -> 
         check_operator(cast_copies, x, amaxes, E4M3, True, of, transposed)
         check_operator(cast_copies, x * 2, amaxes, E4M3, False, of, transposed, saturate=True)
         layouts = list(dict.fromkeys(transposed))
-        check_operator(cast_rows, x, E4M3, True, layouts)
+        for by_row in (False, True):
+            check_operator(cast_fresh, x, E4M3, True, layouts, by_row)
         check_operator(cast_and_measure, x, known, E4M3, False, layouts)
     check_operator(cast_and_measure, x, known, E4M3, True, [True])
 
@@ -323,7 +326,7 @@ def test_another_default_dtype() -> None:
             check_operator(cast_copies, x, scale.amaxes(x, covers), E4M3, True, of, transposed)
         check_operator(scale.amaxes, x, [ROW, TENSOR])
         check_operator(cast_and_measure, x, one, E4M3, False, [False, True])
-        check_operator(cast_rows, x, E4M3, True, [False])
+        check_operator(cast_fresh, x, E4M3, True, [False], True)
         check_operator(fold_gradient, x, E4M3, *scales, True)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -105,19 +105,27 @@ def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
 @launch.fused(amax, _takes)
 def find_amax(x: torch.Tensor, dims: Sequence[int] | None = None) -> torch.Tensor:
     """Compute an amax in two launches, one for rows; 2 bytes per bf16 element."""
-    flat, by_row = as_matrix(x), dims is not None and tuple(dims) == covered_dims("row", x.ndim)
+    return amax_of_matrix(x, dims, launch.matrix(x))
+
+
+def amax_of_matrix(
+    x: torch.Tensor, dims: Sequence[int] | None, matrix: launch.Matrix
+) -> torch.Tensor:
+    """Compute :func:`find_amax`, given ``x`` as an argument of a kernel."""
+    data, M, K, stride_m, stride_k = matrix
+    by_row = dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.
-    if flat.stride(0) == 1 and flat.stride(1) != 1:
-        flat, by_row = flat.t(), dims is not None and not by_row
+    if stride_m == 1 and stride_k != 1:
+        M, K, stride_m, stride_k = K, M, stride_k, stride_m
+        by_row = dims is not None and not by_row
+    argument = data, M, K, stride_m, stride_k
     result = empty_amax(x, dims)
-    bits, (M, K) = result.view(torch.int32), flat.shape
+    bits = result.view(torch.int32)
     if by_row:
-        _rows(_rows.tiles(M), launch.matrix(flat), bits)
+        _rows(_rows.tiles(M), argument, bits)
     else:
         columns, whole = (None, bits.zero_()) if dims is None else (bits.zero_(), None)
-        _tiles(
-            _tiles.tiles(M, K, steps=STEPS), launch.matrix(flat), None, columns, whole, STEPS=STEPS
-        )
+        _tiles(_tiles.tiles(M, K, steps=STEPS), argument, None, columns, whole, STEPS=STEPS)
     return result
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8_dist.kernels import quantization
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
-from fp8_dist.kernels.cuda.triton.amaxes import are_alike, find_amax, table_of
+from fp8_dist.kernels.cuda.triton.amaxes import amax_of_matrix, are_alike, table_of
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, TILES
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
@@ -264,6 +264,7 @@ def _cast_with(
     power_of_2: bool = False,
     saturate: bool = False,
     amax: Tensor | None = None,
+    matrix: launch.Matrix | None = None,
 ) -> Tensors:
     """Cast copies of a tensor with multipliers, or with amaxes.
 
@@ -271,6 +272,7 @@ def _cast_with(
         given: multipliers; amaxes, if ``scale`` is given.
         scale: where to write the scales of the amaxes.
         amax: where to reduce the bits of the amax of ``x``; a 0-dim int32 zero.
+        matrix: ``x`` as an argument of the kernel, if the caller has it.
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
@@ -279,7 +281,7 @@ def _cast_with(
         of = "row" if given.shape[-1] == 1 else "column"
         given = given.flatten()
         stride = given.stride(0)
-    _, M, K, *_ = argument = launch.matrix(x)
+    _, M, K, *_ = argument = launch.matrix(x) if matrix is None else matrix
     _cast(
         _cast.tiles(M, K),
         *(argument, given, stride, launch.as_layouts(copies, transposed), amax, scale),
@@ -356,21 +358,27 @@ def _cast_tensors(
     return data, scales
 
 
-@launch.fused(quantization.cast_rows, lambda x, *_, **__: _takes(x))
-def _cast_by_rows(
-    x: Tensor, dtype: torch.dtype, round_scales_to_power_of_2: bool, transposed: Sequence[bool]
+@launch.fused(quantization.cast_fresh, lambda x, *_, **__: _takes(x))
+def _cast_fresh(
+    x: Tensor,
+    dtype: torch.dtype,
+    round_scales_to_power_of_2: bool,
+    transposed: Sequence[bool],
+    by_row: bool = False,
 ) -> Tensors:
-    """Cast by rows in one launch; 3 bytes per bf16 element.
+    """Measure and cast in three launches; 5 bytes per bf16 element, 6 for both layouts.
 
-    Transposed copies, and rows too long for registers, take two launches: 5 bytes per bf16 element,
-    6 for both layouts.
+    Scales of rows take two launches, and one if there is no transposed copy and the registers hold
+    a row: 3 bytes per bf16 element.
     """
-    _, M, K, _, stride_k = argument = launch.matrix(x)
-    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    _, M, K, _, stride_k = matrix = launch.matrix(x)
+    scale = x.new_empty((*x.shape[:-1], 1) if by_row else (), dtype=torch.float32)
     power_of_2 = round_scales_to_power_of_2
-    if True in transposed or K > _WIDEST or stride_k != 1:
-        amax = find_amax(x, covered_dims("row", x.ndim))
-        copies = _cast_with(x, amax, dtype, transposed, scale=scale, power_of_2=power_of_2)
+    if not by_row or True in transposed or K > _WIDEST or stride_k != 1:
+        amax = amax_of_matrix(x, covered_dims("row", x.ndim) if by_row else None, matrix)
+        copies = _cast_with(
+            x, amax, dtype, transposed, scale=scale, power_of_2=power_of_2, matrix=matrix
+        )
     else:
         copies = launch.empty_layouts(x, dtype, transposed)
         amax = torch.empty_like(scale)
@@ -378,7 +386,7 @@ def _cast_by_rows(
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows(
             (launch.programs(M, BM), 1),
-            *(argument, launch.raw(copies[0]), (amax, scale)),
+            *(matrix, launch.raw(copies[0]), (amax, scale)),
             POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
             **{"BM": BM, "BN": BN},

@@ -35,6 +35,8 @@ BIAS = {
 _IS_AMD = torch.version.hip is not None
 
 Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
+# A matrix as an argument of a kernel: the data, M, K, and the strides.
+Matrix = tuple[torch.Tensor, int, int, int, int]
 
 
 def fused(
@@ -156,8 +158,8 @@ def programs(size: int, block: int) -> int:
     return max(1, -(-size // block))  # triton.cdiv takes 2 us
 
 
-def matrix(x: torch.Tensor) -> tuple[torch.Tensor, int, int, int, int]:
-    """Return ``[..., K]`` as an argument of a kernel: the data, M, K, and the strides."""
+def matrix(x: torch.Tensor) -> Matrix:
+    """Return ``[..., K]`` as an argument of a kernel."""
     x = raw(as_matrix(x))
     return (x, *x.shape, *x.stride())
 
