@@ -51,9 +51,10 @@ class _Measured(NamedTuple):
 
 def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
     """Measure the shards of weights; return the statistics by parameter and scheme."""
-    groups: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Tensor]]] = {}
+    groups: dict[tuple[Any, ...], dict[Key, tuple[Float8Weight, Layout, Tensor]]] = {}
     for weight, kept in weights.items():
-        local, device = weight.shard(), weight.device
+        local, device, layout = weight.shard(), weight.device, weight.layout()
+        assert layout is not None
         for scheme in kept.schemes:
             # The scales are those of the gathered values. For Dense, rounding the amaxes is enough
             # (_placed). Its batched measurement keeps a table of the tensors' addresses, which
@@ -61,14 +62,14 @@ def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
                 local = local.to(weight.gathered_as)
             kind = scheme, local.dtype, local.device, device
-            groups.setdefault(kind, {})[id(weight.parameter()), scheme] = weight, local
+            groups.setdefault(kind, {})[id(weight.parameter()), scheme] = weight, layout, local
     measured = {}
     for (scheme, *_, device), group in groups.items():
-        starts = [scheme.start(weight.layout()) for weight, _ in group.values()]
-        amaxes = scheme.measure_each([local for _, local in group.values()], starts)
+        starts = [scheme.start(layout) for _, layout, _ in group.values()]
+        amaxes = scheme.measure_each([local for *_, local in group.values()], starts)
         levels = zip(*[_moved(level, device) for level in zip(*amaxes, strict=True)], strict=True)
-        for (key, (weight, _)), statistics in zip(group.items(), levels, strict=True):
-            measured[key] = _placed(weight, weights[weight], scheme, statistics)
+        for (key, (weight, layout, _)), statistics in zip(group.items(), levels, strict=True):
+            measured[key] = _placed(weight, layout, weights[weight], scheme, statistics)
     return measured
 
 
@@ -81,12 +82,12 @@ def _moved(tensors: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def _placed(weight: Float8Weight, kept: Kept, scheme: Scheme, local: Statistics) -> _Measured:
+def _placed(
+    weight: Float8Weight, layout: Layout, kept: Kept, scheme: Scheme, local: Statistics
+) -> _Measured:
     if (dtype := weight.gathered_as) is not None:
         # A CPU rounds NaNs to bf16 NaNs with a sign, and ranks reduce the bits as signed integers.
         local = tuple([level.to(dtype).to(level.dtype).abs() for level in local])
-    layout = weight.layout()
-    assert layout is not None
     sharded = layout.sharded_axes()
     # If the weight keeps statistics of more than its shard, all ranks contribute to them.
     is_shard = kept.layout == layout and not kept.whole

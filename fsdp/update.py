@@ -48,7 +48,7 @@ def update_float8_scales(module: nn.Module) -> None:
     weights = weights_of_model(module, "update_float8_scales")
     if kept := {fqn: weight for fqn, weight in weights.items() if weight.kept() is not None}:
         precompute_weights(module, kept)
-    if any(layer.histories for layer in float8_layers(module).values()):
+    if any(weight.histories for weight in weights.values()):
         sync_float8_amax_and_scale_history(module)
 
 

@@ -19,7 +19,7 @@ class Placed(NamedTuple):
     Attributes:
         local: the statistics of the part.
         shape: the shape of the statistics that ranks reduce.
-        pieces: for each dim of ``shape``, the indices that ``local`` has.
+        pieces: for each dim of ``shape``, the indices that ``local`` has; empty if it has all.
     """
 
     local: Tensor
@@ -29,6 +29,8 @@ class Placed(NamedTuple):
     @staticmethod
     def of(local: Tensor, level: Level, layout: Layout, axes: Sequence[int]) -> "Placed":
         """Place local statistics for a reduction over some mesh axes."""
+        if not (axes and local.ndim):
+            return Placed(local, list(local.shape), [])  # all of them
         ndim, shape = len(layout.shape), list(local.shape)
         pieces: list[Pieces] = [((0, size),) for size in shape]
         dims = {mesh.sharded_dim(layout.placements[axis], ndim) for axis in axes}

@@ -105,6 +105,7 @@ class Float8Weight:
     Attributes:
         config: the config of the layer.
         name, fqn: the name of the parameter in the module, and the name of the module.
+        histories: the amax histories of the layer's DELAYED operands.
         scales_name: the name of the parameter that has the scales of a stored weight.
         handle: identifies this object in operators (:mod:`fp8_dist.operand.sources`).
         is_compared: whether the layer was compared between ranks (``agreement``).
@@ -125,7 +126,7 @@ class Float8Weight:
         self._module = weakref.ref(module)
         self.config, self.fqn = config, fqn
         self.name, self.scales_name = name, f"{name}_scale_inv"
-        self._histories = {} if histories is None else histories
+        self.histories = {} if histories is None else histories
         self.handle = register_handle(self)
         self.is_compared = False
         self.fsdp: fsdp_internals.FsdpParameter | None = None
@@ -134,7 +135,7 @@ class Float8Weight:
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
 
     def __reduce__(self) -> Any:
-        return type(self), (self.module, self.config, self.fqn, self._histories, self.name)
+        return type(self), (self.module, self.config, self.fqn, self.histories, self.name)
 
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
@@ -282,7 +283,7 @@ class Float8Weight:
     @property
     def history(self) -> AmaxHistory | None:
         """The amax history, if the scale is DELAYED."""
-        return self._histories.get("weight")
+        return self.histories.get("weight")
 
     def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
         """Return the float8 copies for both GEMMs of the weight, or for one of them."""
@@ -294,7 +295,7 @@ class Float8Weight:
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over."""
-        layouts = [self.layout(), *self._histories.values()]
+        layouts = [self.layout(), *self.histories.values()]
         return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
     def operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
@@ -480,15 +481,15 @@ class Float8Weight:
             amaxes = {"weight": history.last, **amaxes}  # that of a graph is of this pass
         for name, value in amaxes.items():
             shared: Any = self.module.prepared_input if name == PREPARED_INPUT else None
-            (shared or self._histories[name]).record(value, backward, bool(begins))
-            if shared and (own := self._histories.get("input")) is not None:
+            (shared or self.histories[name]).record(value, backward, bool(begins))
+            if shared and (own := self.histories.get("input")) is not None:
                 own.is_replaced = own is not shared
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""
         if isinstance(local := local_tensor(self.master()), KnownWeight):
             local.forget()
-        for history in self._histories.values():
+        for history in self.histories.values():
             history.current, history.steps = None, 0
 
     def _warn_if_flag_has_no_effect(self, parameter: torch.Tensor) -> None:

@@ -132,11 +132,9 @@ def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
 
 def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     """Record an event that later gathers wait for, after this stream computed scales and casts."""
-    if not torch.cuda.is_available():
-        return
-    if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
+    if torch.cuda.is_initialized():
         event = torch.cuda.current_stream().record_event()
-        for weight in on_gpu:
+        for weight in weights:
             weight.scales_ready = event
 
 
