@@ -57,11 +57,12 @@ def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
         assert layout is not None
         for scheme in kept.schemes:
             # The scales are those of the gathered values. For Dense, rounding the amaxes is enough
-            # (_placed). Its batched measurement keeps a table of the tensors' addresses, which
-            # copies would change.
+            # (_placed). Copies are measured one by one, because batched measurements keep a table
+            # of the tensors' addresses.
+            alone = None
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
-                local = local.to(weight.gathered_as)
-            kind = scheme, local.dtype, local.device, device
+                local, alone = local.to(weight.gathered_as), weight
+            kind = scheme, alone, local.dtype, local.device, device
             groups.setdefault(kind, {})[id(weight.parameter()), scheme] = weight, layout, local
     measured = {}
     for (scheme, *_, device), group in groups.items():

@@ -36,7 +36,7 @@ from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, Source
-from fp8_dist.scaling import Dense, Quantized, Scales, Scheme
+from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.weight.float8_weight import Float8Weight, Gather
@@ -265,23 +265,25 @@ def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight) -> bool:
     return is_known and is_asked and is_used and _is_unobserved(shard.plain)
 
 
-def _kind_of_cast(weight: Float8Weight) -> tuple[Dense, bool] | None:
-    """The scheme, and whether there is a history, of a shard that can be cast with others."""
-    kept, scheme = (gather := weight.gather()).kept, gather.kept.schemes[0]
-    if not isinstance(scheme, Dense) or scheme.per not in ("tensor", "row") or kept.whole:
+def _kind_of_cast(weight: Float8Weight) -> tuple[CastPlan, bool] | None:
+    """The plan, and whether there is a history, of a shard that can be cast with others."""
+    kept, plan, *_ = weight.gather()
+    if not plan.schemes[0].casts_each or kept.whole or any(kept.start()):
         return None
-    return scheme, weight.history is not None
+    return plan, weight.history is not None
 
 
 def _cast_together(
-    scheme: Dense, has_history: bool, group: Sequence[tuple[Float8AllGatherWeight, Float8Weight]]
+    plan: CastPlan, has_history: bool, group: Sequence[tuple[Float8AllGatherWeight, Float8Weight]]
 ) -> list[_ShardCast]:
     """:func:`_cast_shard` of shards of one dtype whose statistics are known, in one launch."""
-    shards, sizes, padded = [shard.plain.detach() for shard, _ in group], [], []
+    (scheme,), shards = plan.schemes, [shard.plain.detach() for shard, _ in group]
+    sizes, padded = [], []
     for shard, (_, weight) in zip(shards, group, strict=True):
         assert weight.fsdp is not None
         sizes.append(size := weight.fsdp.size)
-        padded.append(padded_size(shard, size, weight.fsdp.mesh.size()))
+        *others, columns = padded_size(shard, size, weight.fsdp.mesh.size())
+        padded.append((*others, columns // 2 if plan.packed else columns))
     amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
     of_histories = [h.statistic for _, weight in group if (h := weight.history) is not None]
     if has_history:
@@ -291,16 +293,14 @@ def _cast_together(
         known = torch.add(known, measured, alpha=0)
         amaxes = measured.unbind()
     else:
-        known = torch.cat([shard.known for shard, _ in group]).view(torch.float32)
-    data, scales = scheme.cast_each(shards, known, [math.prod(size) for size in padded])
-    shapes = [scheme.scale_shapes(shard.shape, (0, 0))[0] for shard in shards]
-    all_data = data.split([math.prod(size) for size in padded])
-    all_scales = scales.split([math.prod(shape) for shape in shapes])
-    casts = []
+        known = torch.cat([shard.known for shard, _ in group]).view(scheme.levels[0].statistic)
+    lengths, casts = [math.prod(size) for size in padded], []
+    data, scales = scheme.cast_each(shards, known, lengths, plan.packed)
+    all_data, all_scales = data.split(lengths), scheme.parts_of(scales, shards)
     for i, (_, weight) in enumerate(group):
-        gather, scale = weight.gather(), all_scales[i]
-        inputs = all_data[i].view(padded[i]), *([as_bytes(scale)] if gather.moving else [])
-        casts.append(_ShardCast(inputs, (gather, (scale.view(shapes[i]),), sizes[i]), amaxes[i]))
+        gather, (scale,) = weight.gather(), all_scales[i]
+        inputs = all_data[i].view(padded[i]), *([as_bytes(scale.view(-1))] if gather.moving else [])
+        casts.append(_ShardCast(inputs, (gather, (scale,), sizes[i]), amaxes[i]))
     return casts
 
 

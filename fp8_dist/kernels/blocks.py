@@ -199,6 +199,37 @@ def pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int])
     return e2m1.pack_e2m1(qdata)
 
 
+@custom_op()
+def cast_tensors_in_blocks(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor | None,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    *,
+    rule: str | None = None,
+    packed: bool = False,
+) -> torch.Tensor:
+    """Cast many local tensors of one dtype with given exponents, or compute these.
+
+    Args:
+        exponents: flat, of one tensor after the other.
+        packed: pack the data, as :func:`pack_blocks` does.
+
+    Returns:
+        The data of all tensors, uint8, flat. Without ``exponents``, these, computed by ``rule``.
+    """
+    tensors, data = (first, *others), []
+    if exponents is None:
+        return torch.cat([block_exponents(x, dtype, blocks, rule).view(-1) for x in tensors])
+    shapes = [exponents_shape(x.shape, blocks) for x in tensors]
+    parts = exponents.split([math.prod(shape) for shape in shapes])
+    for x, part, shape in zip(tensors, parts, shapes, strict=True):
+        (qdata,) = quantize_block_copies(x, part.view(shape), dtype, blocks, [False])
+        data.append(e2m1.pack_e2m1(qdata) if packed else qdata.view(torch.uint8))
+    return torch.cat([each.view(-1) for each in data])
+
+
 def scaled_by(
     x: torch.Tensor,
     scales: torch.Tensor,

@@ -188,6 +188,23 @@ class Blocks(BlockScheme):
         data = kernels.quantize_block_copies(x, statistics[0], self._values, blocks, transposed)
         return statistics, statistics, data
 
+    def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
+        if not self.casts_each or len(xs) == 1 or any(map(any, starts)):
+            return super().measure_each(xs, starts)
+        how = None, self._values, self._blocks((0, 0))
+        known = kernels.cast_tensors_in_blocks(xs[0], list(xs[1:]), *how, rule=self.rule)
+        return self.parts_of(known, xs)
+
+    @property
+    def casts_each(self) -> bool:
+        return self.source == "master"  # a table would have the addresses of copies
+
+    def cast_each(
+        self, xs: Sequence[Tensor], known: Tensor, sizes: Sequence[int], packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        how = known, self._values, self._blocks((0, 0))
+        return kernels.cast_tensors_in_blocks(xs[0], list(xs[1:]), *how, packed=packed), known
+
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
         _, _, (data,) = self.cast(x, scales, start, [False])
         return data

@@ -114,23 +114,19 @@ class Dense(Scheme):
         return x.ndim > 0 and statically_known_true(x.numel() > 0)
 
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
-        if self.per not in ("tensor", "row"):
+        if not self.casts_each:
             return super().measure_each(xs, starts)
-        shapes = [self.levels[0].shape(x.shape) for x in xs]
-        values = amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
-        parts = values.split([math.prod(shape) for shape in shapes])
-        return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
+        return self.parts_of(amax_of_tensors(xs[0], list(xs[1:]), self.per == "row"), xs)
+
+    @property
+    def casts_each(self) -> bool:
+        return self.per in ("tensor", "row")
 
     def cast_each(
-        self, xs: Sequence[Tensor], amaxes: Tensor, sizes: Sequence[int]
+        self, xs: Sequence[Tensor], known: Tensor, sizes: Sequence[int], packed: bool
     ) -> tuple[Tensor, Tensor]:
-        """Cast many local tensors of one dtype to row-major copies, with their flat amaxes.
-
-        The arguments and the result are those of :func:`quantization.cast_tensors`. Only for one
-        scale per tensor or per row.
-        """
-        how = self.dtype, self.power_of_2, self.per == "row"
-        return quantization.cast_tensors(xs[0], list(xs[1:]), amaxes, sizes, *how)
+        how = known, sizes, self.dtype, self.power_of_2, self.per == "row"
+        return quantization.cast_tensors(xs[0], list(xs[1:]), *how)
 
     def scales_from(self, statistics: Statistics) -> Scales:
         return (scaling_from_amax(statistics[0], self.dtype, self.power_of_2)[1],)

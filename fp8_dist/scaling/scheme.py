@@ -311,6 +311,33 @@ class Scheme:
         """:meth:`measure` of many tensors of one dtype and device."""
         return [self.measure(x, start) for x, start in zip(xs, starts, strict=True)]
 
+    def parts_of(self, flat: Tensor, xs: Sequence[Tensor]) -> list[Statistics]:
+        """Split the statistics or scales of one level of many tensors, which begin at a block."""
+        shapes = [self.levels[0].shape(x.shape) for x in xs]
+        parts = flat.split([math.prod(shape) for shape in shapes])
+        return [(part.view(shape),) for part, shape in zip(parts, shapes, strict=True)]
+
+    @property
+    def casts_each(self) -> bool:
+        """Whether there is a :meth:`cast_each`, for schemes of one level."""
+        return False
+
+    def cast_each(
+        self, xs: Sequence[Tensor], known: Tensor, sizes: Sequence[int], packed: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Cast many tensors of one dtype and device, which begin at a block; values may saturate.
+
+        Args:
+            known: the statistics of all tensors, flat.
+            sizes: how many bytes of the data each tensor takes, at least those of its elements. The
+                rest is not initialized.
+            packed: pack the data (:meth:`pack`).
+
+        Returns:
+            The data of all tensors, uint8, and their scales; both flat.
+        """
+        raise NotImplementedError
+
     def cast(
         self,
         x: Tensor,

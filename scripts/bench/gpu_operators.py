@@ -215,12 +215,19 @@ def block_calls(m: int, k: int) -> Calls:
         calls[f"block_exponents {of}"] = call(block_kernels.block_exponents, x, dtype, blocks, rule)
         copies = x, exponents, dtype, blocks, BOTH
         calls[f"quantize_block_copies {of}"] = call(block_kernels.quantize_block_copies, *copies)
+        many = x, [x[: m // 2].clone(), x[:3].clone()]
+        each, of_many = block_kernels.cast_tensors_in_blocks, (dtype, blocks)
+        calls[f"exponents of tensors {of}"] = call(each, *many, None, *of_many, rule=rule)
+        found = each.portable(*many, None, *of_many, rule=rule)
+        calls[f"cast_tensors_in_blocks {of}"] = call(each, *many, found, *of_many)
         known = data, exponents, blocks
         calls[f"reblock {of}"] = call(block_kernels.reblock, *known, rows, rule and "ceil", True)
     for high in (BF16, FP32):  # with the blocks of the last kind
         even = special(m, k, high)[:, : k // 2 * 2]
         of = even, block_kernels.block_exponents.portable(even, E2M1_X2, blocks, "floor"), blocks
         calls[f"pack_blocks {short_name(high)}"] = call(block_kernels.pack_blocks, *of)
+        one = of[0].contiguous(), [], of[1].view(-1), E2M1_X2, blocks
+        calls[f"cast_tensors_in_blocks packed {short_name(high)}"] = call(each, *one, packed=True)
     packed, out = block_kernels.pack_blocks.portable(*of), torch.zeros(even.shape, dtype=E4M3)
     calls["unpack_e2m1"] = call(e2m1.unpack_e2m1, packed, out)
     blocks, dtype, *_ = kinds[0]

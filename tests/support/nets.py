@@ -80,9 +80,9 @@ def net_plan(net: Net, sequence_parallel: bool) -> dict[str, Any]:
     return plan
 
 
-def sharded_net(mesh: DeviceMesh, config: Float8LinearConfig, seed: int = 0) -> Net:
+def sharded_net(mesh: DeviceMesh, config: Float8LinearConfig, **arguments: int) -> Net:
     """A float8 Net with TP over "tp", if that has several ranks, and FSDP2 over the other axes."""
-    net = convert_to_float8_training(Net(seed=seed), config=config)
+    net = convert_to_float8_training(Net(**arguments), config=config)
     assert isinstance(net, Net)
     if mesh["tp"].size() > 1:
         apply_tp_plan(net, mesh["tp"], net_plan(net, False))

@@ -5,6 +5,8 @@ In Triton's interpreter on CPUs, compiled where there is a GPU; every bit is com
 
 import math
 from itertools import cycle, product
+from operator import attrgetter
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
+    cast_tensors_in_blocks,
     pack_blocks,
     quantize_block_copies,
     reblock,
 )
+from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.e2m1 import E2M1_X2, unpack_e2m1
 from fp8_dist.kernels.gemm import in_tiles
 
@@ -132,6 +136,60 @@ def test_casts_of_special_values(used: set[str], of: torch.dtype, rule: str | No
         check_casts(x, E2M1_X2, blocks, rule or "even")
     for dtype in FLOAT8_DTYPES[1:]:
         check_casts(x, dtype, (4, 4, 3, 1), rule, 4)
+
+
+# Blocks; shapes of tensors: several tiles, parts of blocks, one row, none, of experts.
+MANY: list[tuple[Blocks, list[tuple[int, ...]]]] = [
+    ((1, 32, 0, 0), [(77, 130), (1, 300), (0, 6), (16, 64), (5, 0), (2, 5, 48), (3, 2)]),
+    ((128, 128, 0, 0), [(260, 300), (1, 300), (0, 6), (16, 64), (5, 0), (2, 128, 48), (3, 2)]),
+    ((32, 32, 3, 8), [(77, 130), (16, 64), (1, 2)]),
+]
+
+
+@pytest.mark.parametrize(("of", "rule"), [*zip(DTYPES, RULES, strict=True)])
+def test_many_tensors_are_cast_as_each_of_them(
+    used: set[str], of: torch.dtype, rule: str | None
+) -> None:
+    for (blocks, shapes), dtype in product(MANY, (E4M3, E5M2, E2M1_X2)):
+        rule = (rule or "even") if dtype is E2M1_X2 else rule
+        tensors = [matrix(shape, of) for shape in shapes]
+        tensors[0].view(-1)[:4] = torch.tensor([math.nan, -math.inf, -math.nan, -0.0])
+        tensors[1][0, -1] = math.inf
+        runs: list[Any] = [implementation, attrgetter("portable")]
+        for run, each in product(runs, (tensors, tensors[1:2], [x[1:] for x in tensors])):
+            used.clear()
+            many, (first, *others) = run(cast_tensors_in_blocks), each
+            exponents = many(first, others, None, dtype, blocks, rule=rule)
+            parts = [run(block_exponents)(x, dtype, blocks, rule) for x in each]
+            assert torch.equal(exponents, torch.cat([part.view(-1) for part in parts]))
+            alone = [
+                run(quantize_block_copies)(x, part, dtype, blocks, [False])[0]
+                for x, part in zip(each, parts, strict=True)
+            ]
+            data = many(first, others, exponents, dtype, blocks)
+            assert torch.equal(data, torch.cat([x.view(torch.uint8).view(-1) for x in alone]))
+            if dtype is E2M1_X2:
+                data = many(first, others, exponents, dtype, blocks, packed=True)
+                alone = [run(pack_blocks)(x, p, blocks) for x, p in zip(each, parts, strict=True)]
+                assert torch.equal(data, torch.cat([x.view(-1) for x in alone]))
+            assert used == ({"_cast_blocks"} if run is implementation else set())
+
+
+def test_what_is_left_to_casts_of_each_tensor(used: set[str]) -> None:
+    """Tensors of several dtypes or strides, of blocks that cut matrices, and odd columns to pack."""
+    x, odd = matrix((32, 64), torch.bfloat16), matrix((2, 33, 65), torch.bfloat16)
+    for others, blocks in (
+        ([x.float()], (32, 32, 0, 0)),
+        ([x.t()], (32, 32, 0, 0)),
+        ([odd], (32, 32, 0, 0)),
+        ([x], (6, 12, 0, 0)),
+    ):
+        check_operator(cast_tensors_in_blocks, x, others, None, E4M3, blocks, rule="ceil")
+        exponents = cast_tensors_in_blocks.portable(x, others, None, E4M3, blocks, rule="ceil")
+        check_operator(cast_tensors_in_blocks, x, others, exponents, E4M3, blocks)
+    one_per_row = torch.zeros(66, dtype=torch.uint8, device=DEVICE), E2M1_X2, (1, 128, 0, 0)
+    with pytest.raises(RuntimeError):
+        implementation(cast_tensors_in_blocks)(odd, [], *one_per_row, packed=True)
 
 
 @pytest.mark.full

@@ -62,6 +62,19 @@ def _tiles(
         tl.atomic_max(whole, tl.max(column_amaxes, 0), sem="relaxed")
 
 
+@triton.jit
+def entry_of(table: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tuple:
+    """Read the entry of a program instance's tensor in a table (:func:`table_of`)."""
+    entry = table + 5 * tl.program_id(0)
+    x = tl.load(entry).to(tl.pointer_type(DTYPE))
+    K, begin = tl.load(entry + 2), tl.load(entry + 4)
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+        K = tl.multiple_of(K, 16)
+        begin = tl.multiple_of(begin, 16)
+    return x, tl.load(entry + 1), K, tl.load(entry + 3), begin
+
+
 @launch.kernel(**OF_ROWS)
 @triton.jit
 def _many(
@@ -76,12 +89,7 @@ def _many(
 ) -> None:
     # One instance: every SPLITS-th block of BM rows of one matrix of the table (table_of). Moves
     # the bytes of all tensors once.
-    entry = table + 5 * tl.program_id(0)
-    x = tl.load(entry).to(tl.pointer_type(DTYPE))
-    M, K, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        K = tl.multiple_of(K, 16)
+    x, M, K, first, _ = entry_of(table, DTYPE, ALIGNED)
     for block in range(tl.program_id(1), tl.cdiv(M, BM), SPLITS):
         i = tiles.indices(block, BM)
         largest = tl.zeros([BM, BN], tl.int32)
@@ -169,33 +177,35 @@ def _amax_of_each(
 ) -> torch.Tensor:
     """Copy a table, and compute amaxes in two launches, one for rows; 2 bytes per bf16 element."""
     tensors = first, *others
-    count = sum([math.prod(x.shape[:-1]) for x in tensors]) if by_row else len(tensors)
+    counts = [math.prod(x.shape[:-1]) if by_row else 1 for x in tensors]
     allocate = torch.empty if by_row else torch.zeros
-    out = allocate(count, dtype=torch.float32, device=first.device)
-    grid, table, how = table_of(tensors, [0] * len(tensors), by_row)
-    _many(grid, table, out.view(torch.int32), **how)
+    out = allocate(sum(counts), dtype=torch.float32, device=first.device)
+    grid, table, how = table_of(tensors, counts, [0] * len(tensors))
+    _many(grid, table, out.view(torch.int32), OF_ROWS=by_row, **how)
     return out
 
 
 def table_of(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[int], by_row: bool
+    tensors: Sequence[torch.Tensor], counts: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[int, int], torch.Tensor, dict[str, Any]]:
     """Return a grid, a table of tensors on their device, and constants of a kernel that takes them.
 
     The table has one row per tensor: its address, the sizes of its matrix, the index of its first
-    amax, and where its part of the result begins, in bytes.
+    statistic, and where its part of the result begins, in bytes.
+
+    Args:
+        counts: how many statistics each tensor has.
+        sizes: how many bytes of the result each tensor takes.
     """
     first, matrices = tensors[0], [as_matrix(x) for x in tensors]
     addresses = [x.data_ptr() for x in matrices]
     rows, columns = [x.shape[0] for x in matrices], [x.shape[1] for x in matrices]
-    counts = rows if by_row else [1] * len(rows)
     starts = [list(accumulate(each, initial=0))[:-1] for each in (counts, sizes)]
     table = tuple(zip(addresses, rows, columns, *starts, strict=True))
     splits = min(256, launch.programs(max(rows), 32))
     how = {
         "DTYPE": DTYPES[first.dtype],
         "ALIGNED": all(n % 16 == 0 for n in (*addresses, *columns, *sizes)),
-        "OF_ROWS": by_row,
         "SPLITS": splits,
     }
     device = first.device

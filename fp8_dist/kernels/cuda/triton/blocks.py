@@ -4,6 +4,7 @@ Block sizes are powers of two. A tile consists of whole blocks, so program insta
 Scales and their reciprocals are made from exponent bits.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +13,7 @@ import triton.language as tl
 
 from fp8_dist.kernels import blocks as portable
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
+from fp8_dist.kernels.cuda.triton.amaxes import are_alike, entry_of, table_of
 from fp8_dist.kernels.cuda.triton.e2m1 import pack, rounded_to_e2m1
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype, empty_packed
@@ -98,42 +100,61 @@ def _cast_blocks(
     SOFT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    SPLITS: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN], enlarged to whole blocks. The exponents are contiguous. They
+    # One instance: a tile of [BM, BN], enlarged to whole blocks; or, if x is a table of matrices
+    # (amaxes.table_of), every SPLITS-th tile of one of them. The exponents are contiguous. They
     # are read if GIVEN, and otherwise computed by RULE and written. Moves the bytes of x once, and
     # 1 byte per element and layout, or per two packed elements (the first in an even column).
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
-    data, M, K, stride_m, stride_k = x
-    i = tiles.indices(tl.program_id(0), TILE_M) - first_row
-    j = tiles.indices(tl.program_id(1), TILE_N) - first_column
-    is_row = ((i >= 0) & (i < M))[:, None]
-    mask = is_row & ((j >= 0) & (j < K))[None, :]
-    v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
-    v = rounding.as_fp32(v)
-    down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
-    r = tiles.indices(tl.program_id(0), TILE_M // ROWS)
-    c = tiles.indices(tl.program_id(1), TILE_N // COLUMNS)
-    places = exponents + r[:, None] * across + c[None, :]
-    is_block = (r < down)[:, None] & (c < across)[None, :]
-    if GIVEN:
-        exponent = tl.load(places, mask=is_block, other=127).to(tl.int32)
+    row_major, transposed = copies
+    first, count = 0, 1
+    if SPLITS > 0:
+        data, M, K, of_matrix, begin = entry_of(x[0], DTYPE, ALIGNED)
+        stride_m, stride_k = K, 1
+        exponents += of_matrix
+        row_major = None if row_major is None else row_major + begin
+        packed = None if packed is None else packed + begin
+        wide = tl.cdiv(first_column + K, TILE_N)
+        first, count = tl.program_id(1), tl.cdiv(first_row + M, TILE_M) * wide
     else:
-        largest = largest_of_each(rounding.magnitude(v), ROWS, COLUMNS)
-        exponent = exponents_of_bits(largest, RULE, BIAS)
-        tl.store(places, exponent.to(tl.uint8), mask=is_block)
-    if (copies[0] is not None) or (copies[1] is not None) or (packed is not None):
-        v = v * spread(multipliers_by(exponent), ROWS, COLUMNS)
-        v = rounded_to_e2m1(v) if BIAS == 1 else rounding.saturated(v, BIAS)
-        code = rounding.to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
-        if copies[0] is not None:
-            tl.store(copies[0] + i[:, None] * K + j[None, :], code, mask=mask)
-        if copies[1] is not None:
-            tiles.store_transposed(copies[1], code, i, j, M, K, MAY_BE_NEGATIVE=True)
-        if packed is not None:
-            pair = tiles.indices(tl.program_id(1), TILE_N // 2) - first_column // 2
-            mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]
-            tl.store(packed + i[:, None] * (K // 2) + pair[None, :], pack(code), mask=mask)
+        data, M, K, stride_m, stride_k = x
+    down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
+    for tile in range(first, count, SPLITS if SPLITS > 0 else 1):
+        m, n = tl.program_id(0), tl.program_id(1)
+        if SPLITS > 0:
+            m, n = tile // wide, tile % wide
+        i = tiles.indices(m, TILE_M) - first_row
+        j = tiles.indices(n, TILE_N) - first_column
+        is_row = ((i >= 0) & (i < M))[:, None]
+        mask = is_row & ((j >= 0) & (j < K))[None, :]
+        v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
+        v = rounding.as_fp32(v)
+        r = tiles.indices(m, TILE_M // ROWS)
+        c = tiles.indices(n, TILE_N // COLUMNS)
+        places = exponents + r[:, None] * across + c[None, :]
+        is_block = (r < down)[:, None] & (c < across)[None, :]
+        if GIVEN:
+            exponent = tl.load(places, mask=is_block, other=127).to(tl.int32)
+        else:
+            largest = largest_of_each(rounding.magnitude(v), ROWS, COLUMNS)
+            exponent = exponents_of_bits(largest, RULE, BIAS)
+            tl.store(places, exponent.to(tl.uint8), mask=is_block)
+        if (row_major is not None) or (transposed is not None) or (packed is not None):
+            v = v * spread(multipliers_by(exponent), ROWS, COLUMNS)
+            v = rounded_to_e2m1(v) if BIAS == 1 else rounding.saturated(v, BIAS)
+            code = rounding.to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
+            if row_major is not None:
+                tl.store(row_major + i[:, None] * K + j[None, :], code, mask=mask)
+            if transposed is not None:
+                tiles.store_transposed(transposed, code, i, j, M, K, MAY_BE_NEGATIVE=True)
+            if packed is not None:
+                pair = tiles.indices(n, TILE_N // 2) - first_column // 2
+                mask = is_row & ((pair >= 0) & (pair < K // 2))[None, :]
+                tl.store(packed + i[:, None] * (K // 2) + pair[None, :], pack(code), mask=mask)
 
 
 def takes_size(rows: int, columns: int) -> bool:
@@ -142,11 +163,12 @@ def takes_size(rows: int, columns: int) -> bool:
     return are_powers and max(rows, columns) <= _LONGEST and rows * columns <= _LARGEST
 
 
-def _takes(x: torch.Tensor, of: Sequence[int]) -> bool:
+def _takes(x: torch.Tensor, of: Sequence[int], packed: bool = False) -> bool:
     """Return whether the kernels support a tensor in these blocks."""
     # Matrices of whole blocks can be flattened to one matrix.
     is_matrix = x.ndim == 2 or of[0] == 1 or not (x.shape[-2] % of[0] or of[2])
-    return x.dtype in DTYPES and is_matrix and takes_size(*of[:2])
+    has_pairs = not packed or not (x.shape[-1] % 2 or of[3] % 2)
+    return x.dtype in DTYPES and is_matrix and has_pairs and takes_size(*of[:2])
 
 
 def _launch(
@@ -178,6 +200,7 @@ def _launch(
             GIVEN=given,
             RULE=rule,
             **launch.float8_constants(dtype, x.device),
+            **{"DTYPE": None, "ALIGNED": False, "SPLITS": 0},
         )
     return copies
 
@@ -214,14 +237,40 @@ def _quantize_copies(
     return _launch(x, exponents.contiguous(), dtype, blocks, transposed, given=True)
 
 
-@launch.fused(
-    portable.pack_blocks,
-    lambda x, exponents, blocks: _takes(x, blocks) and not (x.shape[-1] % 2 or blocks[3] % 2),
-)
+@launch.fused(portable.pack_blocks, lambda x, exponents, blocks: _takes(x, blocks, True))
 def _pack_blocks(x: torch.Tensor, exponents: torch.Tensor, blocks: Sequence[int]) -> torch.Tensor:
     packed = empty_packed(x)
     _launch(x, exponents.contiguous(), E2M1_X2, blocks, [], given=True, packed=packed)
     return packed
+
+
+@launch.fused(
+    portable.cast_tensors_in_blocks,
+    lambda first, others, _, __, of, rule=None, packed=False: (
+        are_alike(first, others) and all(_takes(x, of, packed) for x in (first, *others))
+    ),
+)
+def _cast_each(
+    first: torch.Tensor,
+    others: Sequence[torch.Tensor],
+    exponents: torch.Tensor | None,
+    dtype: torch.dtype,
+    blocks: Sequence[int],
+    *,
+    rule: str | None = None,
+    packed: bool = False,
+) -> torch.Tensor:
+    """Cast many tensors, or write their exponents, in one launch."""
+    tensors, (rows, columns, *start), given = (first, *others), blocks, exponents is not None
+    counts = [math.prod(portable.exponents_shape(x.shape, blocks)) for x in tensors]
+    sizes = [x.numel() // 2 if packed else x.numel() for x in tensors]
+    grid, table, how = table_of(tensors, counts, sizes)
+    out = first.new_empty(sum(sizes if given else counts), dtype=torch.uint8)
+    copies = (None if packed or not given else out, None), out if packed else None
+    kind = {"ROWS": rows, "COLUMNS": columns, "GIVEN": given, "RULE": rule}
+    kind |= launch.float8_constants(dtype, first.device) | how
+    _cast_blocks(grid, (table,), *start, exponents if given else out, *copies, **kind)
+    return out
 
 
 @triton.jit

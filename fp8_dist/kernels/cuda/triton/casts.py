@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8_dist.kernels import quantization
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
-from fp8_dist.kernels.cuda.triton.amaxes import amax_of_matrix, are_alike, table_of
+from fp8_dist.kernels.cuda.triton.amaxes import amax_of_matrix, are_alike, entry_of, table_of
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, TILES
 from fp8_dist.kernels.grouped import transposed_groups
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
@@ -114,14 +114,8 @@ def _cast_many(
 ) -> None:
     # One instance: every SPLITS-th block of BM rows of one matrix of the table
     # (amaxes.table_of). Moves the bytes of all tensors once, and 1 byte per element.
-    entry = table + 5 * tl.program_id(0)
-    x = tl.load(entry).to(tl.pointer_type(DTYPE))
-    M, K, first = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3)
-    out += tl.load(entry + 4)
-    if ALIGNED:
-        x = tl.multiple_of(x, 16)
-        out = tl.multiple_of(out, 16)
-        K = tl.multiple_of(K, 16)
+    x, M, K, first, begin = entry_of(table, DTYPE, ALIGNED)
+    out += begin
     m = 1.0
     if not OF_ROWS:
         m = rounding.multiplier_of(tl.load(amaxes + first), POWER_OF_2, BIAS)
@@ -352,9 +346,11 @@ def _cast_tensors(
     """Cast in one launch; 3 bytes per bf16 element."""
     data = first.new_empty(sum(sizes), dtype=torch.uint8)
     scales = torch.empty_like(amaxes)
-    grid, table, how = table_of((first, *others), sizes, by_row)
+    tensors = first, *others
+    counts = [math.prod(x.shape[:-1]) if by_row else 1 for x in tensors]
+    grid, table, how = table_of(tensors, counts, sizes)
     how |= {"POWER_OF_2": round_scales_to_power_of_2, **launch.float8_constants(dtype, data.device)}
-    _cast_many(grid, table, amaxes, scales, data, **how)
+    _cast_many(grid, table, amaxes, scales, data, OF_ROWS=by_row, **how)
     return data, scales
 
 
