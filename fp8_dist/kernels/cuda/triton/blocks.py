@@ -269,7 +269,8 @@ def _cast_each(
     copies = (None if packed or not given else out, None), out if packed else None
     kind = {"ROWS": rows, "COLUMNS": columns, "GIVEN": given, "RULE": rule}
     kind |= launch.float8_constants(dtype, first.device) | how
-    _cast_blocks(grid, (table,), *start, exponents if given else out, *copies, **kind)
+    known = out if exponents is None else exponents.contiguous()
+    _cast_blocks(grid, (table,), *start, known, *copies, **kind)
     return out
 
 
