@@ -3,7 +3,6 @@
 import pkgutil
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from math import prod
 
 import torch
@@ -69,14 +68,28 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
     except ValueError as error:
         yield f"refused: {error}\n\nverdict: nothing is converted: expect no gain"
         return
-    yield from _experts_report(model, recipe)
+    if any(row.kind == "experts" for row in conversion_summary(model).rows):
+        try:
+            experts = Float8ExpertsConfig.from_recipe_name(recipe)
+            convert_experts_to_float8_training(model, config=experts, module_filter_fn=admits)
+        except (ValueError, NotImplementedError) as error:
+            yield f"experts stay in high precision: {error}"
+        else:
+            yield f"experts: Float8ExpertsConfig({recipe!r})"
     summary = conversion_summary(model)
     yield f"\n{summary}"
     yield (
         f'\nfloat8 layers that auto_filter("{recipe}", tp_size={tp}) would leave out (a GPU '
         f"refuses dims that are not multiples of {ALIGNMENT}, unless pad_inner_dim=True)"
     )
-    why_small = partial(_why_small, recipe=recipe, tp=tp)
+
+    def why_small(row: WeightSummary) -> str:
+        """Return why the shards of a layer gain no speed; ``""`` if they gain some."""
+        *experts, out, in_ = row.shape
+        # Expert parallelism moves whole experts.
+        parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
+        return "; ".join(dict.fromkeys(reason for _, reason in parts if reason))
+
     small = alike_rows(row for row in summary.converted if why_small(row))
     for name, (first, *_) in small:
         out, in_ = first.shape[-2:]
@@ -88,24 +101,3 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
     yield f"verdict: {counts} ({share}) are large enough to gain"
     if linear := [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]:
         yield f"the {len(linear)} linear layers: {expectation(linear, tokens)}"
-
-
-def _experts_report(model: nn.Module, recipe: str) -> Iterator[str]:
-    """Convert the experts of a model, and yield a line that says how, or why not."""
-    if all(row.kind != "experts" for row in conversion_summary(model).rows):
-        return
-    try:
-        config = Float8ExpertsConfig.from_recipe_name(recipe)
-        convert_experts_to_float8_training(model, config=config, module_filter_fn=skip_head(model))
-    except (ValueError, NotImplementedError) as error:
-        yield f"experts stay in high precision: {error}"
-    else:
-        yield f"experts: Float8ExpertsConfig({recipe!r})"
-
-
-def _why_small(row: WeightSummary, recipe: str, tp: int) -> str:
-    """Return why the shards of a layer gain no speed; ``""`` if they gain some."""
-    *experts, out, in_ = row.shape
-    # Expert parallelism moves whole experts.
-    parts = smallest_parts(recipe, (out, in_), ranks=1 if experts else tp)
-    return "; ".join(dict.fromkeys(reason for _, reason in parts if reason))

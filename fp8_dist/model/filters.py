@@ -44,9 +44,7 @@ TOO_SMALL = {recipe.value: _too_small(recipe) for recipe in Float8LinearRecipeNa
 
 # The name of a head at any depth, and the names of heads that are direct children of the model.
 _HEAD = "lm_head"
-_TOP_LEVEL_HEADS = {
-    *("classification_head", "classifier", "cls", "embed_out", "head", "qa_outputs", "score"),
-}
+_HEADS = {"classification_head", "classifier", "cls", "embed_out", "head", "qa_outputs", "score"}
 # Names under which wrappers hold the wrapped module.
 _WRAPPED = {"module", "model", "base_model"}
 
@@ -95,7 +93,7 @@ class LayerFilter:
     def _why_never(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         """Return why a layer of any size is left out, or ``""``."""
         parts = [part for part in without_wrappers(fqn).split(".") if part not in _WRAPPED]
-        if _HEAD in parts or parts == ["output"] or _TOP_LEVEL_HEADS & set(parts[:1]):
+        if _HEAD in parts or parts == ["output"] or _HEADS & set(parts[:1]):
             return _IS_HEAD
         if module in self._never:
             return self._never[module]

@@ -120,7 +120,7 @@ def read_run(folder: Path) -> Run:
     for row in rows(writer.METRICS, _metrics_row):
         steps.setdefault(row["step"], {}).update(row)
     run.metrics = [steps[step] for step in sorted(steps)]
-    run.comm = next(iter(rows(writer.COMM, _comm_table)), None)
+    run.comm = next(iter(rows(writer.COMM, lambda all: CommTable(map(_comm_row, all)))), None)
     for path in recordings:
         _read_recording(run, path)
     run.stats = rows(writer.STATS, stats_row)
@@ -169,10 +169,6 @@ def _config(row: JsonRow) -> JsonRow:
 
 def _metrics_row(row: JsonRow) -> JsonRow:
     return {name: _number(value) for name, value in row.items()} | {"step": int(row["step"])}
-
-
-def _comm_table(rows: list[JsonRow]) -> CommTable:
-    return CommTable(map(_comm_row, rows))
 
 
 def _comm_row(row: JsonRow) -> CommRow:

@@ -91,8 +91,7 @@ def _where(fault: Fault) -> str:
     rank = rank_names(fault.ranks, "or") if fault.ranks else None
     if rank is None and fault.is_wrong and fault.fqn is not None:
         rank = "rank unknown"
-    parts = f"step {fault.step}", rank, fault.fqn
-    return ", ".join(part for part in parts if part is not None)
+    return ", ".join(part for part in (f"step {fault.step}", rank, fault.fqn) if part is not None)
 
 
 def _gap(fault: Fault, run: Run) -> Iterator[str]:
@@ -132,8 +131,7 @@ def _faults_in_metrics(run: Run) -> Iterator[Fault]:
             names.setdefault((since is not None, begin), []).append(name)
     for (lasts, step), together in names.items():
         before = _last_before(step, [r for r in run.metrics if not r.keys().isdisjoint(together)])
-        verb = "is" if len(together) == 1 else "are"
-        text = f"{' and '.join(together)} {verb} not finite"
+        text = f"{' and '.join(together)} {'is' if len(together) == 1 else 'are'} not finite"
         yield Fault(step, before, text, "metrics", lasts)
 
 

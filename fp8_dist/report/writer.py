@@ -90,13 +90,12 @@ class RunWriter:
             # ``stats`` only knows the anomalies of this process.
             self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in kept[-1]}
             self._others = []
-        versions = {"torch": torch.__version__, "fp8_dist": __version__}
-        versions["python"] = platform.python_version()
-        versions[STARTED] = datetime.now(UTC).isoformat(timespec="seconds")
-        limits = {} if stats is None else {LIMITS: asdict(stats.limits)}
-        continued = {} if first is None else {FIRST: first}
-        facts = {**versions, **limits, **continued}
-        self._write(CONFIG, {**(config or {}), "units": dict(units or {}), **facts})
+        facts = {**(config or {}), "units": dict(units or {}), "torch": torch.__version__}
+        facts |= {"fp8_dist": __version__, "python": platform.python_version()}
+        facts[STARTED] = datetime.now(UTC).isoformat(timespec="seconds")
+        facts |= {} if stats is None else {LIMITS: asdict(stats.limits)}
+        facts |= {} if first is None else {FIRST: first}
+        self._write(CONFIG, facts)
 
     def log(self, step: int, **metrics: float | torch.Tensor) -> None:
         """Append the metrics of a step, and the rows and anomalies recorded since the last call.
