@@ -6,7 +6,7 @@ needs longer for the float8 layers, by their number, than the GPU needs for a st
 sizes and the number of tokens (those of a rank in one micro-batch).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -22,19 +22,17 @@ MANY_TOKENS = 16384  # the conversion warns if layers need more
 _HELPS = "What helps: more tokens per micro-batch, CUDA graphs"
 
 
-def tokens_to_gain(sizes: Iterable[int], host: float = HOST_COMPILED) -> int:
+def tokens_to_gain(sizes: Sequence[int], host: float = HOST_COMPILED) -> int:
     """Return the number of tokens with which the GPU is as slow in bf16 as the host in float8.
 
     Sizes are the numbers of elements of the layers' weights on a rank.
     """
-    sizes = [*sizes]
     tokens = len(sizes) * host * BF16_PACE / max(sum(sizes), 1)
     return max(round(tokens / 100), 1) * 100  # the rates are not known better
 
 
-def expectation(sizes: Iterable[int], tokens: int | None = None) -> str:
+def expectation(sizes: Sequence[int], tokens: int | None = None) -> str:
     """Say with how many tokens layers gain, and whether they do with ``tokens``."""
-    sizes = [*sizes]
     compiled, eager = (tokens_to_gain(sizes, host) for host in (HOST_COMPILED, HOST_EAGER))
     text = (
         f"at the rates of an H100 they gain from about {compiled:,} tokens per rank and "

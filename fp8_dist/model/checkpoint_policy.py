@@ -33,9 +33,8 @@ aten = torch.ops.aten
 # four bytes per scale, and a saved exponent one byte per block.
 _AMAXES = (amax, amaxes, block_exponents, measure_operator)
 _GEMMS = (block_scaled_mm, grouped_mm_operator, multiply_operator, scaled_mm)
-_ROUTING = (numbers_of_rows, slots_by_expert)
 _SAVED: set[Any] = {
-    *(operator.overload for operator in (*_AMAXES, *_GEMMS, *_ROUTING)),
+    *(operator.overload for operator in (*_AMAXES, *_GEMMS, numbers_of_rows, slots_by_expert)),
     aten.mm.default,
     aten.addmm.default,
     aten._scaled_mm.default,

@@ -198,7 +198,9 @@ def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") 
     in_high_precision = [
         without_wrappers(name)
         for name, module in model.named_modules()
-        if _has_matrices(module) and converted.isdisjoint(module.modules())
+        if any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+        and not isinstance(module, nn.Embedding)
+        and converted.isdisjoint(module.modules())
     ]
     if format == "mxfp4":
         return {"quant_method": "mxfp4", "modules_to_not_convert": in_high_precision}
@@ -209,12 +211,6 @@ def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") 
         "weight_block_size": [blocks.rows, blocks.columns],
         "modules_to_not_convert": in_high_precision,
     }
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    """Return whether a module has matrices of its own, and is not an embedding."""
-    parameters = module.parameters(recurse=False)
-    return any(p.ndim > 1 for p in parameters) and not isinstance(module, nn.Embedding)
 
 
 def float8_stream(
@@ -301,8 +297,7 @@ def _packed(weight: Float8Weight, tensor: Tensor, scales: Tensor) -> tuple[Tenso
     local = local_tensor(tensor)
     blocks = pack_e2m1(local).view(*local.shape[:-1], local.shape[-1] // 32, 16)
     if (layout := Layout.of(tensor)) is not None:
-        shape = torch.Size([*tensor.shape[:-1], k // 32, 16])
-        blocks = layout._replace(shape=shape).wrap(blocks)
+        blocks = layout._replace(shape=torch.Size([*tensor.shape[:-1], k // 32, 16])).wrap(blocks)
     row = torch.arange(n, device=scales.device) // scheme.rows
     column = torch.arange(0, k, 32, device=scales.device) // scheme.columns
     return blocks, as_stored(scales, scheme)[..., row.unsqueeze(1), column]
@@ -326,11 +321,9 @@ def _why_not_packed(model: nn.Module, name: str, weight: Float8Weight, gather: b
 
 
 def _buckets(sources: Iterable[_Source], size: int) -> Iterator[list[_Source]]:
-    bucket: list[_Source] = []
-    total = 0
+    bucket, total = list[_Source](), 0
     for source in sources:
-        value = source.value
-        sent = value.numel() * (1 if source.weight else value.dtype.itemsize)
+        sent = source.value.numel() * (1 if source.weight else source.value.dtype.itemsize)
         if bucket and total + sent > size:
             yield bucket
             bucket, total = [], 0

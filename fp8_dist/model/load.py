@@ -348,8 +348,7 @@ def _load(part: _Part, files: _Files) -> None:
         data.plain.copy_(data.with_data(codes, stored.scheme).plain)
         return
     for entry in entries:
-        dequantizes = files.float8(entry.key) and not is_float8(tensor.dtype)
-        read = _dequantized if dequantizes else _read
+        read = _dequantized if files.float8(entry.key) and not is_float8(tensor.dtype) else _read
         _fill(local.detach(), tensor, entry, partial(read, entry, files))
 
 

@@ -23,7 +23,6 @@ _NUMBERED_EXPERT = re.compile(rf"{_EXPERTS.pattern}_?\d+", re.I)
 _MOST_LAYERS = 3  # of a router that is not called one; an attention block has four
 # Modules whose weights may have three dims and are no experts.
 _NO_EXPERTS = nn.Conv1d | nn.ConvTranspose1d | nn.Bilinear
-_LISTS = nn.ModuleList | nn.ModuleDict | nn.ParameterList
 
 
 def is_called_router(fqn: str, out_features: int, in_features: int) -> bool:
@@ -90,7 +89,7 @@ def _experts(name: str, module: nn.Module) -> Iterator[tuple[bool, int]]:
     if numbered > 1:
         yield True, numbered
     for child, part in children.items():
-        if isinstance(part, _LISTS):
+        if isinstance(part, nn.ModuleList | nn.ModuleDict | nn.ParameterList):
             yield bool(_EXPERTS.match(child)), len(part)
         elif _EXPERTS.match(child) and not hasattr(part, "out_features"):
             yield True, 0
