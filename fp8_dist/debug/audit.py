@@ -346,8 +346,7 @@ def _axis_name(group: dist.ProcessGroup | None, axes: dict[str, str]) -> str:
     # torch describes the default group as default_pg, and the group of an axis as mesh_AXIS.
     nameless, described = f"group {group.group_name}", group.group_desc
     known = {"default_pg": "world", "": nameless, "undefined": nameless}
-    name = known.get(described, described.removeprefix("mesh_"))
-    return axes.get(group.group_name, name)
+    return axes.get(group.group_name, known.get(described, described.removeprefix("mesh_")))
 
 
 def _rewrites_ops(kind: Any) -> bool:

@@ -67,8 +67,7 @@ def read_collective(
     prefix = "output" if name in ("c10d::allgather_", "c10d::scatter_") else ("input", "tensor")
     buffer = next(argument for name, argument in arguments.items() if name.startswith(prefix))
     has_share = kind in ("all_gather", "gather", "scatter") and name != "c10d::allgather_"
-    factor = group.size() if has_share else 1
-    return Collective(kind, group, _tensors(buffer), factor)
+    return Collective(kind, group, _tensors(buffer), group.size() if has_share else 1)
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:

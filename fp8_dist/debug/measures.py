@@ -111,8 +111,7 @@ def _measure_part(
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
     nonzero = torch.count_nonzero(magnitudes(qdata))
-    is_finite = largest < math.inf
-    low = upcast(qdata, x.dtype, is_finite) if qdata.is_cpu else qdata.to(x.dtype)
+    low = upcast(qdata, x.dtype, largest < math.inf) if qdata.is_cpu else qdata.to(x.dtype)
     # The dims along which one scale covers all indices. Along the others it covers one index.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()

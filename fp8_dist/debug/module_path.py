@@ -92,8 +92,7 @@ class ModulePath:
             self.current = caller
             self._depth -= 1
         enter = partial(self._enter_in_backward, fqn)
-        for tensor in _differentiable(output):
-            self._handles.append(_register_first_hook(tensor, enter))
+        self._handles += [_register_first_hook(t, enter) for t in _differentiable(output)]
         return output
 
     # A tensor may be the output of nested modules and the input of others. So the backward enters a

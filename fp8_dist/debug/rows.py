@@ -158,9 +158,7 @@ def table(rows: Iterable[Row]) -> str:
         else:
             numbers, what = [""] * 5, ["", row.gemm]
         lines.append([str(row.step), row.fqn, *what, *numbers, f"{row.sqnr:.2f} dB"])
-    if len(lines) == 1:
-        return "no casts"
-    return aligned(lines, right=(0, 4, 5, 6, 7, 8, 9))
+    return aligned(lines, right=(0, 4, 5, 6, 7, 8, 9)) if len(lines) > 1 else "no casts"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,9 +58,8 @@ def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:
         TypeError: the patterns are neither a string nor several strings.
         ValueError: a pattern matches no layer.
     """
-    listed: list[Any] = [patterns]
-    if isinstance(patterns, Iterable) and not isinstance(patterns, str):
-        listed = list(patterns)
+    is_one = isinstance(patterns, str) or not isinstance(patterns, Iterable)
+    listed: list[Any] = [patterns] if is_one else [*patterns]
     if not all(isinstance(pattern, str) for pattern in listed):
         raise TypeError(f"{caller}: layers={patterns!r} must be a string or a list of strings")
     chosen: set[str] = set()

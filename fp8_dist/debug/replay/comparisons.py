@@ -179,8 +179,7 @@ def find_different_cast(parts: Sequence[Record], cast: Quantized) -> Iterator[_W
     for part in parts:
         low, (bad, text) = part["low"], compare(part["low"], cast)
         if bad.any():
-            text = f"not the cast of one device: {text}"
-            yield text, first_element(bad, low), (part["rank"],)
+            yield f"not the cast of one device: {text}", first_element(bad, low), (part["rank"],)
 
 
 def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterator[_Wrong]:

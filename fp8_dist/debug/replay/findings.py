@@ -99,10 +99,9 @@ class Replay:
         copies = comparisons.group_copies(parts)
         first, cast = parts[0], comparisons.cast_again(parts, [groups[0][0] for groups in copies])
         place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
-        if cast is not None:
-            self._casts[_key(first)].append(cast)
         wrong = [comparisons.find_not_finite(parts), comparisons.find_different_copies(copies)]
         if cast is not None:
+            self._casts[_key(first)].append(cast)
             others = self._casts[first["step"], first["fqn"], first["folded"]]
             wrong.append(comparisons.find_different_scales(parts))
             wrong.append(comparisons.find_different_cast(parts, cast.low))
@@ -113,8 +112,7 @@ class Replay:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
         else:
             self.checked["casts equal those of one device, bit for bit"] += 1
-            anomalies = FirstAnomalies(self._limits).of(cast.stats())
-            if text := "; ".join(map(text_of, anomalies)):
+            if text := "; ".join(map(text_of, FirstAnomalies(self._limits).of(cast.stats()))):
                 yield Finding(False, *place, text, *cast.largest(), cast)
 
     def _check_operands(self, record: Record) -> Iterator[Finding]:
