@@ -181,9 +181,8 @@ def _restride(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float
     x = args[0]
     qdata = func(x.qdata, *args[1:], **kwargs)
     # FSDP2 calls as_strided on gathered tensors with the strides that they already have.
-    same = qdata.shape == x.qdata.shape and qdata.stride() == x.qdata.stride()
-    same = same and qdata.storage_offset() == x.qdata.storage_offset()
-    if not same and _moving_levels(x):
+    before, after = ((t.shape, t.stride(), t.storage_offset()) for t in (x.qdata, qdata))
+    if before != after and _moving_levels(x):
         raise _refusal(func, x)
     return x.rewrap(qdata=qdata)
 
@@ -225,11 +224,10 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
             if block > 1:
                 _check_whole_blocks(func, tensors, dim, block)
             scales.append(func(parts, dim))
-    out = func([_as_sent(x, x.qdata) for x in tensors], dim)
+    qdata = func([_as_sent(x, x.qdata) for x in tensors], dim).view(first.qdata.dtype)
     origin = first.origin if all(x.origin is first.origin for x in tensors) else None
     amaxes = [*{x.local_amax for x in tensors if x.local_amax is not None}]  # of equal parts: one
     amax = torch.stack(amaxes).amax() if len(amaxes) > 1 else first.local_amax
-    qdata = out.view(first.qdata.dtype)
     return first.rewrap(qdata=qdata, scale=tuple(scales), origin=origin, local_amax=amax)
 
 
@@ -381,9 +379,8 @@ def _wait(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Ten
     x = args[0]
     if x.ndim > 1 and _moving_levels(x) and _is_traced(x):
         return x  # waited for before it was unpacked
-    out = func(_as_sent(x, x.qdata), **kwargs)
     # Scales that were sent have arrived in the same message.
-    return x.rewrap(qdata=out.view(x.qdata.dtype))
+    return x.rewrap(qdata=func(_as_sent(x, x.qdata), **kwargs).view(x.qdata.dtype))
 
 
 def _check_not_cut(func: Any, x: Float8Tensor) -> None:

@@ -108,8 +108,7 @@ class Fp8DistQuantizer(HfQuantizer):
                 config=experts,
                 module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
             )
-        layer_filter = LayerFilter(model, names)
-        convert_to_float8_training(model, config=layers, module_filter_fn=layer_filter)
+        convert_to_float8_training(model, config=layers, module_filter_fn=LayerFilter(model, names))
         if coded := float8_keys(kwargs.get("checkpoint_files") or []):
             raise ValueError(
                 f"Fp8DistConfig: {coded[0]} is in float8 in the checkpoint, and would be loaded "

@@ -118,8 +118,8 @@ class ReplicatedBlock(parallel.ParallelStyle):
 
         def keep_part(module: nn.Module, args: Any, output: Any) -> Any:
             first, *others = output if isinstance(output, tuple) else (output,)
-            first = first.view(args[0].shape)  # Llama 4's experts return a list of tokens
-            part = _split(device_mesh, first)
+            # Llama 4's experts return a list of tokens.
+            part = _split(device_mesh, first.view(args[0].shape))
             return (part, *others) if isinstance(output, tuple) else part
 
         _pass_first_argument_alone(module, gather)
