@@ -416,10 +416,9 @@ class Float8LinearConfig:
                 "recipe blockwise; drop it"
             )
         input = replace(found.cast_config_input, scale_format=scale_format)
-        rule = found.cast_config_weight.scale_rule if weight_format == "e4m3" else None
         weight = replace(
             found.cast_config_weight,
-            scale_rule=rule,
+            scale_rule=found.cast_config_weight.scale_rule if weight_format == "e4m3" else None,
             scale_format=scale_format,
             source=weight_source,
             format=weight_format,
@@ -456,8 +455,7 @@ class Float8LinearConfig:
             )
 
     def _check_fsdp_gather(self) -> None:
-        is_gathered = self.recipe.gather_scheme["weight"] is not None
-        if is_gathered or self.enable_fsdp_float8_all_gather is not True:
+        if self.recipe.gather_scheme["weight"] or self.enable_fsdp_float8_all_gather is not True:
             return
         schemes = self.recipe.uses["weight"].values()
         casts = [f"one scale per {s.covers}" if s else "high precision" for s in schemes]

@@ -153,9 +153,8 @@ def fuses_casts(tensor: torch.Tensor) -> bool:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream on which this thread queues work for a device; None on devices without streams."""
-    if device.type in ("cpu", "meta"):
-        return None
-    return torch.accelerator.current_stream(device)
+    has_none = device.type in ("cpu", "meta")
+    return None if has_none else torch.accelerator.current_stream(device)
 
 
 def is_captured(tensor: torch.Tensor) -> bool:

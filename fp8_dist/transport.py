@@ -155,8 +155,7 @@ def all_reduce(
     ]
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
     runs = runs_of(shares)
-    received = exchanged(x_of_ranks, runs, group)
-    total = sum_decoded(received, runs, x.dtype, x_of_ranks[rank], rank)
+    total = sum_decoded(exchanged(x_of_ranks, runs, group), runs, x.dtype, x_of_ranks[rank], rank)
     sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in shares)
     runs = runs_of(sum_parts)
     wire = encode(total.div_(divisor), runs, x.dtype)

@@ -154,8 +154,7 @@ def _gemm(
     if gemm == "grad_weight":
         left = left.scheme.for_rows(left, layouts[0])
         right = right.scheme.for_rows(right, layouts[1])
-    transposed = gemm == "grad_weight", gemm == "output"
-    result = multiply(left, right, transposed, out_dtype, options)
+    result = multiply(left, right, (gemm == "grad_weight", gemm == "output"), out_dtype, options)
     if observers.is_observed():
         product = observers.Product(gemm, left, right, result, options, layouts, None, *high)
         observers.notify_multiply(spec.weight, product)
@@ -343,14 +342,12 @@ class _LinearFunction(torch.autograd.Function):
         amaxes = {n: amax.operand(saved) for n, amax in zip(ctx.names, amax_specs, strict=True)}
         if not (needs_input or needs_weight):
             # Only the bias is trained. (In eager code _FinishOutput adds that of a DTensor output.)
-            grad_bias = _recorded(grad_bias, spec.weight, amaxes, begins)
-            return None, None, grad_bias, None, None
+            return None, None, _recorded(grad_bias, spec.weight, amaxes, begins), None, None
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         operands: dict[Gemm, Local] = {}
         if needs_input:
             w = w_spec.operand(saved)
-            local_grad = mesh.local_tensor(grad)
-            operands["grad_input"] = w.cast(local_grad) if isinstance(w, Uncast) else w
+            operands["grad_input"] = w.cast(mesh.local_tensor(grad)) if isinstance(w, Uncast) else w
         if needs_weight:
             operands["grad_weight"] = x_spec.operand(saved)
         placements = layouts and layouts.grad_output
@@ -375,17 +372,14 @@ class _LinearFunction(torch.autograd.Function):
             product = _gemm(left, right, "grad_input", *how)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
-                layout = ctx.x_layout._replace(placements=layouts.grad_input)
-                grad_input = layout.wrap(grad_input)
+                grad_input = ctx.x_layout._replace(placements=layouts.grad_input).wrap(grad_input)
                 # If this layer gathered the input, it also reduce-scatters the gradient. An input
                 # that arrived gathered gets a Partial gradient, so that all layers that take it
                 # share one reduction, unless this layer has a ``reduce_transport``.
                 axes = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
                 transport = spec.reduce_transport
-                target = tuple(
-                    [p if now == needed and not transport else now for now, needed, p in axes]
-                )
-                finish = start_reduction(grad_input, target, transport)
+                target = [p if now == needed and not transport else now for now, needed, p in axes]
+                finish = start_reduction(grad_input, tuple(target), transport)
         if needs_weight:
             left, right = pairs["grad_weight"]
             left = wait_local(left, schemes["grad_weight"])

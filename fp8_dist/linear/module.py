@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache, lru_cache
-from types import new_class
 from typing import Any
 
 import torch
@@ -134,9 +133,7 @@ class Float8Linear(nn.Linear):
 
     def _set_up(self, config: Float8LinearConfig, fqn: str) -> None:
         attributes = self.__dict__
-        self.hidden_attributes = {
-            name: attributes.pop(name) for name in _OWN_ATTRIBUTES if name in attributes
-        }
+        self.hidden_attributes = {n: attributes.pop(n) for n in _OWN_ATTRIBUTES if n in attributes}
         self.config = config
         self.fqn = fqn or type(self).__name__
         recipe, length = self.config.recipe, self.config.amax_history_len
@@ -184,8 +181,7 @@ class Float8Linear(nn.Linear):
         declared.check(input, weight, self.output_placements, self.fqn)
         # A DTensor input is the result of share_input, which reduces the gradient itself.
         transport = None if isinstance(input, DTensor) else self.reduce_transport
-        operands = declared.distributed(input, weight, self.bias)
-        output = self._forward(*operands, transport, weight)
+        output = self._forward(*declared.distributed(input, weight, self.bias), transport, weight)
         assert isinstance(output, DTensor)
         return output.to_local()
 
@@ -361,9 +357,7 @@ def _float8_class(plain: type[nn.Linear]) -> type[Float8Linear]:
     if plain is nn.Linear:
         return Float8Linear
     body = {"plain_class": plain, "__module__": plain.__module__}
-    return new_class(
-        f"Float8{plain.__name__}", (Float8Linear, plain), exec_body=lambda n: n.update(body)
-    )
+    return type(f"Float8{plain.__name__}", (Float8Linear, plain), body)
 
 
 def _new_layer(plain: type[nn.Linear]) -> Float8Linear:
@@ -392,11 +386,10 @@ def config_text(config: Float8LinearConfig) -> str:
     alike = {name: recipe for name, recipe in recipes.items() if _casts(recipe) == _casts(config)}
     alike = alike or {"custom": Float8LinearConfig()}
     texts = [[f"recipe={name}", *_options_beside(config, recipe)] for name, recipe in alike.items()]
-    shown = min(texts, key=len)
     gathers = ["weight"] if config.fsdp_float8_all_gather else []
     gathered = config.recipe.gather_scheme
     gathers += [operand for operand in gathered if gathered[operand] and operand != "weight"]
-    return ", ".join([*shown, f"float8_gathers={'|'.join(gathers) or 'none'}"])
+    return ", ".join([*min(texts, key=len), f"float8_gathers={'|'.join(gathers) or 'none'}"])
 
 
 def _casts(config: Float8LinearConfig) -> list[object]:
@@ -462,9 +455,8 @@ def why_unconvertible(layer: nn.Linear) -> str:
         return f"its {min(taken)} has the name of an attribute of Float8Linear"
     if not weight.dtype.is_floating_point:
         return f"its weight is {weight.dtype}, not floating point"
-    if why := Float8Weight.why_not(weight):
-        return f"its weight is {why}"
-    return ""
+    why = Float8Weight.why_not(weight)
+    return f"its weight is {why}" if why else ""
 
 
 def other_users(

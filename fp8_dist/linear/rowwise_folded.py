@@ -122,8 +122,7 @@ def _fold_distributed(
     assert layout is not None
     dtype, column = scheme.dtype, scheme.for_row_contraction
     weight_fold = None if s is None else s * UNIT
-    rows = (row_amaxes(local, weight_fold),)
-    (value,) = reduced_statistics(scheme, rows, layout)
+    (value,) = reduced_statistics(scheme, (row_amaxes(local, weight_fold),), layout)
     multipliers, scales = scaling_from_amax(value, dtype, True)
     qdata = quantize(local, multipliers[..., :1], dtype, saturate=False)
     # For each row, its scale in g0 and its multiplier in g1.
@@ -137,8 +136,7 @@ def _fold_distributed(
         wrapped = layout._replace(shape=shape).wrap(carrier)
         moved = mesh.local_tensor(wrapped.redistribute(placements=placements))
         assert isinstance(moved, Float8Tensor)
-        message = as_bytes(moved.qdata.contiguous())
-        qdata, (numbers,) = unpack_rows(message, qdata, [numbers])
+        qdata, (numbers,) = unpack_rows(as_bytes(moved.qdata.contiguous()), qdata, [numbers])
     layout = layout._replace(placements=placements)
     g0, copies = qdata.to(torch.float32) * numbers[..., :1], []
     if weight_fold is not None:

@@ -10,7 +10,7 @@ from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced
 from fp8_dist.operand.prepare import as_float8
 from fp8_dist.operand.sources import FRESH, Source
-from fp8_dist.scaling import Dense, Quantized, Scheme
+from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import wrong_type
 from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
@@ -151,9 +151,8 @@ class CastToFloat8(torch.autograd.Function):
         if layout is not None and layout.mesh.get_coordinate() is None:
             # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
             local = local_tensor(tensor)
-            one = (local.new_ones((), dtype=torch.float32),)
-            empty = Quantized(local.to(scheme.dtype), one, Dense(scheme.dtype))
-            return layout.wrap(Float8Tensor.of(empty, tensor.dtype))
+            one = local.new_ones((), dtype=torch.float32)
+            return layout.wrap(Float8Tensor(local.to(scheme.dtype), one, tensor.dtype))
         return as_float8(tensor, scheme, source)
 
     @staticmethod

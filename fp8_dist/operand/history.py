@@ -175,9 +175,8 @@ def record_amaxes(
     after: torch.Tensor, handle: torch.Tensor, names: list[str], amaxes: list[torch.Tensor]
 ) -> torch.Tensor:
     """Operator of ``Float8Weight.record_amaxes``; returns a copy of ``after``."""
-    # A graph may reuse the memory of its tensors.
-    copies = [amax.clone() for amax in amaxes]
-    owner_of(handle).record_amaxes(dict(zip(names, copies, strict=True)))
+    # Copy the amaxes, because a graph may reuse the memory of its tensors.
+    owner_of(handle).record_amaxes({n: amax.clone() for n, amax in zip(names, amaxes, strict=True)})
     return after.clone()
 
 

@@ -21,11 +21,7 @@ def _scheme_of_move(
 ) -> Scheme | None:
     first = schemes[0]
     # Shards that consist of several pieces are not redistributed as float8.
-    if (
-        first is None
-        or mesh.has_strided_placements(placements)
-        or any(scheme != first for scheme in schemes)
-    ):
+    if first is None or mesh.has_strided_placements(placements) or any(s != first for s in schemes):
         return None
     pairs = zip(placements, target or (), strict=True)
     changed = [mesh.sharded_dim(now, ndim) for now, needed in pairs if now != needed]

@@ -162,9 +162,8 @@ def prepare(
 
     Collectives: those of the cast, and of the redistribution.
     """
-    recipe, use = owner.config.recipe, None
-    if observers.is_observed():
-        use = Use((owner,), operand)
+    recipe = owner.config.recipe
+    use = Use((owner,), operand) if observers.is_observed() else None
     if isinstance(high := mesh.local_tensor(tensor), Float8Tensor):
         if use is not None:
             observers.notify_prepared(owner, high)

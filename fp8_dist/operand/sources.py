@@ -207,14 +207,12 @@ def look_up(
     return [statistic.clone() for statistic in flat]
 
 
+@look_up.register_fake
 def _empty(*arguments: Any, **_: Any) -> list[Tensor]:
     x, _, _, schemes, start, _, _, of, transposed = arguments
     if of:
         return operators.empty_cast(x, (), schemes, start, of, transposed, True, True, None)
     return operators.empty_statistics(x, schemes, start)
-
-
-look_up.register_fake(_empty)
 
 
 def look_up_in_op(
