@@ -166,9 +166,8 @@ class EncodedReduction:
         if received.is_cpu and not isinstance(received, STAND_INS):
             self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
         # A mean is divided before the accumulated gradient is added, so it can't start from that.
-        start = None
-        if self.is_final and internals.fsdp_sums(self.group):
-            start = self._accumulated(rows)
+        adds = self.is_final and internals.fsdp_sums(self.group)
+        start = self._accumulated(rows) if adds else None
         total = wire.sum_decoded(received, runs, rows.dtype, start)
         output_tensor.copy_(total.div_(internals.fsdp_divisor(self.group, op, group)))
 
@@ -263,7 +262,20 @@ def set_gradient_transport(
             gradient, or arguments that differ between ranks.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
-    _check_arguments(model, transport, high_precision)
+    weights.checked_module(model)
+    known = (*get_args(Transport), None)
+    if transport not in known:
+        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
+    if high_precision is not None and not callable(high_precision):
+        raise TypeError(
+            f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
+            "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
+        )
+    if transport not in _ENCODED and high_precision is not None:
+        raise ValueError(
+            f"{_CALLER}: high_precision is about how gradients are encoded, and "
+            f"transport={transport!r} encodes none; drop it"
+        )
     reductions = _reductions(model, transport, high_precision)
     if not agreement.has_stand_ins(model.parameters()):
         _check_agreement(reductions)
@@ -317,24 +329,6 @@ def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
             for name, encoding in reduction.encodings.items():
                 facts.of(mesh)[f"the transport of the gradient of {name}"] = str(encoding)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
-
-
-def _check_arguments(model: Any, transport: Any, high_precision: Any) -> None:
-    """Raise if arguments of :func:`set_gradient_transport` are invalid."""
-    weights.checked_module(model)
-    known = (*get_args(Transport), None)
-    if transport not in known:
-        raise ValueError(f"{_CALLER}: transport is {transport!r}; it must be one of {known}")
-    if high_precision is not None and not callable(high_precision):
-        raise TypeError(
-            f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
-            "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
-        )
-    if transport not in _ENCODED and high_precision is not None:
-        raise ValueError(
-            f"{_CALLER}: high_precision is about how gradients are encoded, and "
-            f"transport={transport!r} encodes none; drop it"
-        )
 
 
 def _groups_of(model: nn.Module, transport: Transport | None) -> dict[Any, str]:

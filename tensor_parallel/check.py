@@ -167,8 +167,7 @@ class _Run:
                 output = tree_map_only(torch.Tensor, _rounded, output)
             if self.output is None:  # not for what a backward computes again
                 number = sum(called == name for called, _ in self.outputs)
-                copies = [_whole(x.detach()).clone() for x in _floating(output)]
-                self.outputs[name, number] = copies
+                self.outputs[name, number] = [_whole(x.detach()).clone() for x in _floating(output)]
             return output
 
         # The hooks stay for the backward, where activation checkpointing calls modules again.

@@ -122,10 +122,8 @@ def as_float8_input(
     castable = isinstance(x, Tensor) and x.dtype.is_floating_point
     if layout is None or not castable or isinstance(local_tensor(x), Float8Tensor):
         return x
-    x = autocast(x)
-    x = as_dtensor(x, mesh, (layout,))
-    replicated = (Replicate(),) * x.device_mesh.ndim
-    if scheme_of_move(x, "input", (scheme,), replicated, owner) is None:
+    x = as_dtensor(autocast(x), mesh, (layout,))
+    if scheme_of_move(x, "input", (scheme,), (Replicate(),) * x.device_mesh.ndim, owner) is None:
         return x
     return CastToFloat8.apply(reduced(x), scheme, FRESH if history is None else history)
 

@@ -79,13 +79,12 @@ def declare_placements(
     if weight == Shard(-1):
         weight = Shard(1)
     can_sum = output == Partial() and weight == Shard(1) and layer.bias is None
-    can_write = isinstance(output, Shard | Replicate) or can_sum
     writes = "a Shard, Replicate(), or, of a row-parallel layer without a bias, Partial()"
     has_weight = weight in (Shard(0), Shard(1), Replicate())
     for name, given, fits, allowed in (
         ("weight", weight, has_weight, "Shard(0), Shard(1) or Replicate()"),
         ("input", input, isinstance(input, Shard | Replicate), "a Shard or Replicate()"),
-        ("output", output, can_write, writes),
+        ("output", output, isinstance(output, Shard | Replicate) or can_sum, writes),
     ):
         if not isinstance(given, Placement):
             raise TypeError(f"{layer.fqn}: {name}={given!r} is not a placement, such as Shard(0)")

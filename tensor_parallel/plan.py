@@ -95,7 +95,19 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     if offenders := dict.fromkeys(_offenders(model, mesh.size(), plan)):
         listing = "\n".join(f"  - {offender}" for offender in alike_names(offenders))
         raise ValueError(f"this tensor-parallel plan does not fit the model:\n{listing}")
-    _warn_of_high_precision(model, resolved)
+    if missed := [
+        name
+        for name, style in resolved.items()
+        if isinstance(model.get_submodule(name), Float8Linear)
+        and isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel)
+        and not isinstance(style, CheckedStyle)
+    ]:  # as in a plan made before the conversion
+        warnings.warn(
+            f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
+            "styles, which move their inputs and output gradients in high precision. Make the plan "
+            "after convert_to_float8_training, or use the float8 styles",
+            stacklevel=2,
+        )
     if fused := _fused(model, mesh, resolved):
         warnings.warn(
             f"apply_tp_plan: {', '.join(alike_names(fused))}: column-parallel, and called like "
@@ -122,23 +134,6 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, tied[0])
     return model
-
-
-def _warn_of_high_precision(model: nn.Module, styles: Plan) -> None:
-    """Warn about converted layers with torch's styles, as in a plan made before the conversion."""
-    if missed := [
-        name
-        for name, style in styles.items()
-        if isinstance(model.get_submodule(name), Float8Linear)
-        and isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel)
-        and not isinstance(style, CheckedStyle)
-    ]:
-        warnings.warn(
-            f"apply_tp_plan: {len(missed)} converted layers, such as {missed[0]!r}, have torch's "
-            "styles, which move their inputs and output gradients in high precision. Make the plan "
-            "after convert_to_float8_training, or use the float8 styles",
-            stacklevel=3,
-        )
 
 
 def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:
@@ -182,7 +177,6 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
     """Yield the modules with a name that a pattern matches. A module may have several names."""
     if not pattern:
         yield module
-        return
     token, _, rest = pattern.partition(".")
     for name, child in module._modules.items():
         if child is not None and fnmatch(name, token):
@@ -215,8 +209,7 @@ def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
             if isinstance(style, CheckedStyle):
                 yield from (f"{name!r}: {misfit}" for misfit in style.misfits(module, size))
             parent = name.rpartition(".")[0]
-            divides_heads = isinstance(style, parallel.ColwiseParallel)
-            for attribute in _HEADS if divides_heads else ():
+            for attribute in _HEADS if isinstance(style, parallel.ColwiseParallel) else ():
                 count = getattr(model.get_submodule(parent), attribute, None)
                 if isinstance(count, int) and count % size:
                     yield (

@@ -294,10 +294,8 @@ class PrepareFloat8ModuleInput(inputs.ModuleInput, CheckedStyle):
             layouts, by_name = self.input_layouts or (), self.input_kwarg_layouts
             pairs = zip(args, layouts, strict=False)
             cast_args = [inputs.as_float8_input(x, layout, *cast) for x, layout in pairs]
-            cast_kwargs = {
-                name: inputs.as_float8_input(x, by_name.get(name), *cast)
-                for name, x in kwargs.items()
-            }
+            named = kwargs.items()
+            cast_kwargs = {n: inputs.as_float8_input(x, by_name.get(n), *cast) for n, x in named}
             if history is not None:
                 inputs.share_amaxes([*cast_args, *cast_kwargs.values()])
             return (*cast_args, *args[len(layouts) :]), cast_kwargs
