@@ -110,7 +110,6 @@ def _measure_part(
     saturated = torch.zeros_like(values)
     if not largest <= limit:
         saturated = torch.count_nonzero(units.abs() > limit)
-    nonzero = torch.count_nonzero(magnitudes(qdata))
     low = upcast(qdata, x.dtype, largest < math.inf) if qdata.is_cpu else qdata.to(x.dtype)
     # The dims along which one scale covers all indices. Along the others it covers one index.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
@@ -119,7 +118,7 @@ def _measure_part(
     signal, noise = (
         ((x.sum(dims, keepdim=True) if dims else x).double() * unit).sum() for x in squares
     )
-    return values - nonzero, saturated, signal, noise
+    return values - torch.count_nonzero(magnitudes(qdata)), saturated, signal, noise
 
 
 def measure_gemm(

@@ -268,8 +268,8 @@ def _entries(
     if packs:
         tensor, scales = _packed(weight, tensor, scales)
     if (layout := Layout.of(tensor)) is not None:
-        replicated = (Replicate(),) * layout.mesh.ndim  # on the device of the data
-        scales = Layout(layout.mesh, replicated, scales.shape).wrap(scales)
+        # The scales are on the device of the data.
+        scales = Layout(layout.mesh, (Replicate(),) * layout.mesh.ndim, scales.shape).wrap(scales)
     for key in source.keys:
         data_parts, scale_parts = (
             {key: x} if layout is not None else entries_of(model, weight, key, x)

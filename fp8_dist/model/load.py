@@ -276,8 +276,7 @@ def _entries_of(
         first = [int(i) for i in torch.unravel_index(part.flatten()[0], numbers.shape)]
         dims = list(zip(shape, numbers.shape, first, size, strict=True))
         is_divided = any(o * n % p or m * n % p for n, p, o, m in dims)
-        block = narrowed(numbers, first, size).reshape(part.shape)
-        if is_divided or not torch.equal(block, part):
+        if is_divided or not torch.equal(narrowed(numbers, first, size).reshape(part.shape), part):
             raise ValueError(
                 f"load_float8_checkpoint: {key} is not a part of a weight as it is stored; load "
                 "the model with from_pretrained"

@@ -109,8 +109,7 @@ def shown_metric(run: Run, name: str) -> str:
 
 def plain(value: Any) -> str:
     """Format a value of config.json for display."""
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_count else str(value)
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

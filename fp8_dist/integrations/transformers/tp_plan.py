@@ -70,9 +70,7 @@ class Structure:
         self.sequence_parallel = sequence_parallel
         self.modules = dict(model.named_modules())
         self.problems: dict[str, bool] = {}
-        self.routed = [
-            name.rpartition(".")[0] for name in self.modules if name.endswith(f".{_EXPERTS}")
-        ]
+        self.routed = [n.rpartition(".")[0] for n in self.modules if n.endswith(f".{_EXPERTS}")]
         styles = self.matched_styles()
         self.raise_problems()
         lists = [name for name, m in self.modules.items() if isinstance(m, nn.ModuleList)]
