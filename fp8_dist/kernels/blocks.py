@@ -282,7 +282,7 @@ def dequantize_blocks(
     if x.ndim == 2 and not x.is_contiguous() and x.t().is_contiguous():
         rows, columns, first_row, first_column = blocks
         blocks = columns, rows, first_column, first_row
-        return dequantize_blocks.portable(x.t(), scales.t(), blocks, dtype).t()
+        return dequantize_blocks(x.t(), scales.t(), blocks, dtype).t()
     return scaled_by(x.to(dtype), fp32_scales(scales), blocks)
 
 

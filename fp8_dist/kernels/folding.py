@@ -7,7 +7,7 @@ import torch
 
 from fp8_dist.kernels.blocks import amaxes_of_groups
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.grouped import transposed_groups
+from fp8_dist.kernels.grouped import rows_of_groups
 from fp8_dist.kernels.quantization import quantize, transposed_copy
 from fp8_dist.kernels.scale import amax, scaling_from_amax
 
@@ -71,7 +71,7 @@ def fold_groups(
         input_scale: t, ``[M]``; ``None`` if g2 is not needed.
         group: the layer of each row, int64 ``[M]``, in ascending order.
         groups: the number of layers, E.
-        source: write g2 as :func:`fp8_dist.kernels.grouped.transposed_groups` does.
+        source: write g2 as :func:`fp8_dist.kernels.grouped.rows_of_groups` does.
 
     Returns:
         If needed, g1 ``[M, N]`` and its scale ``[M, 1]``; then, if needed, g2 ``[M, N]``, or
@@ -86,9 +86,9 @@ def fold_groups(
     if input_scale is not None:
         values = values * (input_scale * UNIT).view(-1, 1)
         amaxes = amaxes_of_groups(values, group, groups)
-        multiplier, column_scales = scaling_from_amax(amaxes, dtype, True)
+        multiplier, scales = scaling_from_amax(amaxes, dtype, True)
         g2 = quantize(values, multiplier.index_select(0, group), dtype, saturate=False)
-        results += [g2 if source is None else transposed_groups(g2, source), column_scales / UNIT]
+        results += [g2 if source is None else rows_of_groups(g2, source, True), scales / UNIT]
     return results
 
 

@@ -56,7 +56,8 @@ class Groups:
     @staticmethod
     def of(sizes: Tensor, on_host: Tensor, rows: int) -> "Groups":
         """The groups of given sizes, whose sum is ``rows``."""
-        return Groups(on_host, sizes, _group_of_each(sizes, rows), _ends(sizes))
+        group_of_row, _, ends = places_of_groups(sizes, rows, 1)
+        return Groups(on_host, sizes, group_of_row, ends)
 
     @cached_property
     def counts(self) -> list[int]:
@@ -70,47 +71,54 @@ class Groups:
             if count:
                 yield group, begin, count
 
-    def is_aligned(self, multiple: int) -> bool:
-        """Whether the number of rows of each group is a multiple of ``multiple``."""
-        return not any(count % multiple for count in self.counts)
-
     def padded(self, multiple: int) -> Padded:
         """Pad each group to a multiple of ``multiple`` rows, without a wait of the host."""
         if multiple not in self._padded:
-            self._padded[multiple] = self._pad(multiple)
+            count = sum([size + -size % multiple for size in self.counts])
+            _, *padded = places_of_groups(self.sizes, count, multiple)
+            self._padded[multiple] = Padded(*padded)
         return self._padded[multiple]
 
-    def _pad(self, multiple: int) -> Padded:
-        if self.is_aligned(multiple):
-            return Padded(
-                torch.arange(len(self.group_of_row), device=self.group_of_row.device), self.ends
-            )
-        more = self.sizes.neg() % multiple
-        sizes = self.sizes + more
-        group = _group_of_each(sizes, sum(n + -n % multiple for n in self.counts))
-        before = more.cumsum(0) - more  # padding before a group
-        source = torch.arange(len(group), device=group.device) - before[group]
-        return Padded(source.masked_fill_(source >= self.ends[group], -1), _ends(sizes))
+
+def empty_places(sizes: Tensor, count: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the results of :func:`places_of_groups`, uninitialized."""
+    group = sizes.new_empty(count)
+    return group, torch.empty_like(group), torch.empty_like(sizes, dtype=torch.int32)
 
 
-def _group_of_each(sizes: Tensor, rows: int) -> Tensor:
+@custom_op(
+    "places_of_groups(Tensor sizes, SymInt count, int multiple) -> (Tensor, Tensor, Tensor)",
+    fake=empty_places,
+)
+def places_of_groups(sizes: Tensor, count: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out groups of rows, each padded to a multiple of some number of places.
+
+    Args:
+        sizes: the number of rows of each group, int64 ``[E]``.
+        count: the number of places.
+
+    Returns:
+        The group of each place, and its row or -1, int64 ``[count]``; the end of each group's
+        places, int32 ``[E]``.
+    """
+    more = sizes.neg() % multiple
+    taken = sizes + more
     groups = torch.arange(len(sizes), device=sizes.device)
-    return torch.repeat_interleave(groups, sizes, output_size=rows)
-
-
-def _ends(sizes: Tensor) -> Tensor:
-    return sizes.cumsum(0, dtype=torch.int32)
+    group = torch.repeat_interleave(groups, taken, output_size=count)
+    row = torch.arange(count, device=sizes.device) - (more.cumsum(0) - more)[group]
+    row.masked_fill_(row >= sizes.cumsum(0)[group], -1)
+    return group, row, taken.cumsum(0, dtype=torch.int32)
 
 
 @custom_op()
-def transposed_groups(x: Tensor, source: Tensor) -> Tensor:
-    """Copy rows of float8 data ``[R, K]`` to the columns of ``[K, P]``.
+def rows_of_groups(x: Tensor, source: Tensor, transposed: bool) -> Tensor:
+    """Copy rows of 1-byte elements ``[R, K]`` to ``[P, K]``, or to the columns of ``[K, P]``.
 
-    ``source``: the row of each column, int64 ``[P]``; a column of -1 becomes 0.
+    ``source``: the row at each place, int64 ``[P]``; a place of -1 becomes 0.
     """
     rows = x.view(torch.uint8).index_select(0, source.clamp(min=0))
     rows.masked_fill_((source < 0).unsqueeze(1), 0)
-    return rows.t().contiguous().view(x.dtype)
+    return (rows.t().contiguous() if transposed else rows).view(x.dtype)
 
 
 def has_grouped_gemm(
@@ -157,7 +165,7 @@ def grouped_scaled_sums(
     """Sum ``a[r] b[r]^T`` over the rows of each group; requires :func:`has_grouped_gemm`.
 
     Args:
-        a, b: float8 ``[N, P]`` and ``[K, P]``, :func:`transposed_groups` of groups padded to 16.
+        a, b: float8 ``[N, P]`` and ``[K, P]``, :func:`rows_of_groups` of groups padded to 16.
         scale_a, scale_b: fp32, expandable to ``[E, 1, N]`` and ``[E, 1, K]``.
 
     Returns:

@@ -82,9 +82,14 @@ def fusible_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def covered_dims(covers: str, ndim: int) -> tuple[int, ...] | None:
-    """Return the dims that a scale of a "tensor", "row" or "column" covers; ``None`` for all."""
+    """Return the dims that a scale covers; ``None`` for all.
+
+    ``covers``: "tensor", "matrix" (the last two dims), "row" or "column".
+    """
     if covers == "tensor":
         return None
+    if covers == "matrix":
+        return (ndim - 2, ndim - 1)
     return (ndim - 1,) if covers == "row" else tuple(range(ndim - 1))
 
 

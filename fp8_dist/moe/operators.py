@@ -141,7 +141,7 @@ def _grouped_gradients(gemms: GradientGemms) -> tuple[Tensor | None, Tensor | No
     at_once = (
         weight_dtype is not None
         and grouped.has_grouped_gemm(grad.qdata, dims, weight_dtype, emulate)
-        and (blocks or pads or groups.is_aligned(ALIGNMENT))
+        and (blocks or pads or not any(count % ALIGNMENT for count in groups.counts))
     )
     source = groups.padded(ALIGNMENT).source if at_once and not blocks else None
     for_rows, for_weights = _gradient_operands(gemms, source)
@@ -192,14 +192,11 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
     """
     (level,) = left.scheme.levels
     source, ends = groups.padded(level.columns or 1)
-    is_padding, rows = (source < 0).unsqueeze(1), source.clamp(min=0)
 
     def reblocked(operand: Quantized) -> Quantized:
-        data, scale = (
-            tensor.index_select(0, rows).masked_fill_(is_padding, 0)
-            for tensor in (operand.qdata.view(torch.uint8), operand.scales[0])
-        )
-        padded = operand._replace(qdata=data.view(operand.qdata.dtype), scales=(scale,))
+        tensors = operand.qdata, operand.scales[0]
+        data, scale = (grouped.rows_of_groups(tensor, source, False) for tensor in tensors)
+        padded = operand._replace(qdata=data, scales=(scale,))
         return padded.scheme.for_rows(padded, None)
 
     a, b = reblocked(left), reblocked(right)
@@ -222,7 +219,7 @@ def _gradient_operands(
     """Return the operands of both gradient GEMMs, with scales folded where they must be.
 
     ``source``: transpose the operands of grad_weight, as
-    :func:`fp8_dist.kernels.grouped.transposed_groups`.
+    :func:`fp8_dist.kernels.grouped.rows_of_groups`.
     """
     grad, input, weights, groups, (rows_dtype, weight_dtype), *_ = gemms
     for_rows, for_weights = (grad, weights), (grad, input)
@@ -231,7 +228,8 @@ def _gradient_operands(
     t = input.scales[0].view(-1) if weight_dtype and not scheme.is_recast_for_rows else None
     if s is None and t is None:
         return for_rows, for_weights
-    ones, experts = unit_scales(input.qdata), len(groups.counts)
+    experts = len(groups.counts)
+    ones = input.scales[0].new_ones(experts, 1, input.qdata.shape[1])
     gradient, expert_of_row = (grad.qdata, grad.scales[0]), groups.group_of_row
     folded = iter(fold_groups(*gradient, s, t, expert_of_row, experts, source))
     if s is not None:
@@ -239,8 +237,9 @@ def _gradient_operands(
         for_rows = left, _after_folding(weights, ones)
     if t is not None:
         left = Quantized(next(folded), (next(folded).unsqueeze(1),), scheme.for_row_contraction)
-        data = input.qdata if source is None else grouped.transposed_groups(input.qdata, source)
-        for_weights = left, _after_folding(input._replace(qdata=data), ones)
+        if source is not None:
+            input = input._replace(qdata=grouped.rows_of_groups(input.qdata, source, True))
+        for_weights = left, _after_folding(input, ones)
     return for_rows, for_weights
 
 

@@ -86,8 +86,6 @@ class Dense(Scheme):
         return super().unfit_for(operand, contracts_rows)
 
     def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
-        if self._is_cast_by_rows(x):
-            return (amax(x, (x.ndim - 1,)).amax(-2, keepdim=True),)
         return (amax(x, self.levels[0].covered_dims(x.ndim)),)
 
     def fusible_statistics(self, x: Tensor) -> Statistics | None:
@@ -145,12 +143,8 @@ class Dense(Scheme):
             return (value,), (scale,), data
         saturate = saturate and statistics is not None
         (value,) = known = self.measure(x) if statistics is None else statistics
-        by_rows = self._is_cast_by_rows(x)
-        amaxes = [value.expand(*x.shape[:-1], 1) if by_rows else value]
         how = self.dtype, self.power_of_2, [0] * len(transposed), transposed
-        scale, *data = quantization.cast_copies(x, amaxes, *how, saturate=saturate)
-        if by_rows:
-            scale = scale[..., :1, :].contiguous()
+        scale, *data = quantization.cast_copies(x, [value], *how, saturate=saturate)
         return known, (scale,), data
 
     def cast_and_measure(
@@ -165,10 +159,6 @@ class Dense(Scheme):
         how = self.dtype, self.power_of_2, transposed
         value, scale, *data = quantization.cast_and_measure(x, statistics[0], *how)
         return [(scale,)], data, value
-
-    def _is_cast_by_rows(self, x: Tensor) -> bool:
-        """Whether to use kernels for rows, because there are none for matrices."""
-        return self.per == "matrix" and fuses_casts(x) and x.numel() > 0
 
     def fuses(self, x: Tensor) -> bool:
         return self.per == "row" and fuses_casts(x)

@@ -164,6 +164,10 @@ def cast_calls(m: int, k: int) -> Calls:
         sizes = [tensor.numel() for tensor in (x, *others)]
         how = E4M3, by_row, by_row
         calls[f"cast_tensors{name}"] = call(quantization.cast_tensors, x, others, each, sizes, *how)
+    stacked = s[: m // 3 * 3].view(3, -1, k)
+    each = scale.amax.portable(stacked, [1, 2])
+    calls["amax of matrices"] = call(scale.amax, stacked, [1, 2])
+    calls["cast_copies of matrices"] = call(cast, stacked, [each], E4M3, True, [0], [False])
     calls["quantize"] = call(quantization.quantize, x, torch.tensor(1e3), E5M2)
     calls["quantize by columns"] = call(quantization.quantize, s, 448 / columns, E4M3)
     return calls
@@ -193,7 +197,13 @@ def fold_calls(m: int, k: int) -> Calls:
     calls["fold_groups"] = call(*of, s, t, *rest, source)
     calls["fold_groups of the weight"] = call(*of, s, None, *rest)
     calls["fold_groups of the input"] = call(*of, None, t, *rest, source)
-    calls["transposed_groups"] = call(grouped.transposed_groups, data, source)
+    for name, transposed in {"": False, " transposed": True}.items():
+        calls[f"rows_of_groups{name}"] = call(grouped.rows_of_groups, data, source, transposed)
+    for multiple in (1, 16):
+        count = len(groups.padded(multiple).source)
+        calls[f"places_of_groups {multiple}"] = call(
+            grouped.places_of_groups, counts, count, multiple
+        )
     return calls
 
 
@@ -221,6 +231,9 @@ def block_calls(m: int, k: int) -> Calls:
         found = each.portable(*many, None, *of_many, rule=rule)
         calls[f"cast_tensors_in_blocks {of}"] = call(each, *many, found, *of_many)
         known = data, exponents, blocks
+        for wide in (BF16, FP32):
+            name = f"dequantize_blocks {of} to {short_name(wide)}"
+            calls[name] = call(block_kernels.dequantize_blocks, *known, wide)
         calls[f"reblock {of}"] = call(block_kernels.reblock, *known, rows, rule and "ceil", True)
     for high in (BF16, FP32):  # with the blocks of the last kind
         even = special(m, k, high)[:, : k // 2 * 2]

@@ -157,7 +157,7 @@ def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     a_nan, b_nan = a.float().isnan(), b.float().isnan()
-    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.itemsize]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
     a_bits, b_bits = (
         t.contiguous().view(kind).masked_fill(n, 0) for t, n in ((a, a_nan), (b, b_nan))
     )

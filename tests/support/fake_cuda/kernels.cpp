@@ -67,6 +67,15 @@ Tensor& scaled_mm_into(const Tensor&, const Tensor&, const Tensor&, const Tensor
   return out;
 }
 
+// (Without a kernel, a composite implementation would multiply the groups one by one.)
+Tensor grouped_mm(const Tensor& a, const Tensor& b, const optional<Tensor>& ends,
+                  const optional<Tensor>&, optional<ScalarType>) {
+  if (a.dim() == 2 && b.dim() == 2) {
+    return contiguous({ends->size(0), a.size(0), b.size(1)}, a.scalar_type());
+  }
+  return contiguous({a.size(0), b.size(2)}, a.scalar_type());
+}
+
 Tensor& unchanged(Tensor& self) { return self; }
 
 Tensor& filled(Tensor& self, const at::Scalar&) { return self; }
@@ -207,6 +216,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", &at::native::view);
   m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("mm", &mm);
+  m.impl("_grouped_mm", &grouped_mm);
   m.impl("_scaled_mm", &scaled_mm);
   m.impl("_scaled_mm.out", &scaled_mm_into);
   m.impl("zero_", &unchanged);

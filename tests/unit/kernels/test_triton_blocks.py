@@ -18,6 +18,8 @@ from fp8_dist.kernels.blocks import (
     block_exponents,
     cast_blocks,
     cast_tensors_in_blocks,
+    dequantize_blocks,
+    exponents_shape,
     pack_blocks,
     quantize_block_copies,
     reblock,
@@ -251,6 +253,25 @@ def test_every_code_and_exponent_reblocked(
     exponents = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(256, 1)
     check_operator(reblock, codes.repeat(256, 1), exponents, (1, 128, 0, 0), 1, rule, False)
     assert used == {"_reblock"}
+
+
+@pytest.mark.parametrize("dtype", FLOAT8_DTYPES)
+@pytest.mark.parametrize("wide", [torch.bfloat16, torch.float32])
+def test_dequantized(used: set[str], wide: torch.dtype, dtype: torch.dtype) -> None:
+    """Every code with every exponent, then blocks of all kinds."""
+    # (The interpreter's cast to bf16 changes subnormals.)
+    least = 32 if wide is torch.bfloat16 else 0
+    exponents = torch.arange(least, 256, dtype=torch.uint8, device=DEVICE).view(-1, 1)
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).repeat(256, 1)
+    args = codes[least:].view(dtype), exponents, (1, 256, 0, 0), wide
+    check_operator(dequantize_blocks, *args)
+    for (rows, columns), blocks in [*CASES, ((0, 32), (1, 16, 0, 3)), ((6, 0), (16, 16, 3, 3))]:
+        data = torch.randint(256, (rows, columns), dtype=torch.uint8, device=DEVICE).view(dtype)
+        shape = exponents_shape(data.shape, blocks)
+        scales = torch.randint(64, 255, shape, dtype=torch.uint8, device=DEVICE)
+        for each in (scales, scales.t().contiguous().t()):
+            check_operator(dequantize_blocks, data, each, blocks, wide)
+    assert used == {"_cast_blocks"}
 
 
 def test_tiles_of_exponents() -> None:

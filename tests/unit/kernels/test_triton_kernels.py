@@ -17,7 +17,7 @@ from fp8_dist.device import FLOAT8_DTYPES
 from fp8_dist.kernels import scale
 from fp8_dist.kernels.cuda.triton.launch import DTYPES
 from fp8_dist.kernels.folding import fold_gradient, fold_groups
-from fp8_dist.kernels.grouped import Groups, transposed_groups
+from fp8_dist.kernels.grouped import Groups, places_of_groups, rows_of_groups
 from fp8_dist.kernels.quantization import (
     cast_and_measure,
     cast_copies,
@@ -252,7 +252,8 @@ def test_groups(used: set[str], counts: list[int]) -> None:
     grad = matrix((rows, columns), torch.bfloat16)
     _, scale, qdata = cast_fresh.portable(grad, E4M3, True, [False], True)
     for source in (groups.padded(16).source, groups.padded(16).source.flip(0)):
-        check_operator(transposed_groups, qdata, source)
+        for transposed in (False, True):
+            check_operator(rows_of_groups, qdata, source, transposed)
     s, t = (row_scales(n) for n in (experts * columns, rows))
     s, row_groups = s.view(experts, columns), groups.group_of_row
     for place, value in ((None, 0.0), ((2, 0), math.nan), ((1, 0), math.inf), ((3, 0), 0.0)):
@@ -273,6 +274,42 @@ def test_groups(used: set[str], counts: list[int]) -> None:
         "_scaling",
         "_transpose",
     }
+
+
+@pytest.mark.parametrize("multiple", [1, 16, 32])
+@pytest.mark.parametrize(
+    "counts", [[5, 0, 33, 1], [0, 0, 70], [0], [0, 0], [1100, 3, 1024], [1] * 9]
+)
+def test_places_of_groups(used: set[str], counts: list[int], multiple: int) -> None:
+    groups: list[int] = []
+    rows: list[int] = []
+    ends = []
+    for group, count in enumerate(counts):
+        padding = -count % multiple
+        first = sum(counts[:group])
+        groups += [group] * (count + padding)
+        rows += [*range(first, first + count), *[-1] * padding]
+        ends.append(len(rows))
+    sizes = torch.tensor(counts, device=DEVICE)
+    check_operator(places_of_groups, sizes, len(rows), multiple)
+    found = places_of_groups.portable(sizes, len(rows), multiple)
+    assert [each.tolist() for each in found] == [groups, rows, ends]
+    assert used == {"_places"}
+
+
+def test_matrices(used: set[str]) -> None:
+    """One scale per matrix; matrices may be transposed or empty."""
+    shapes = [(3, 5, 7), (2, 70, 130), (1, 4, 9), (2, 1, 5), (2, 2, 3, 65), (5, 7)]
+    for shape in [*shapes, (2, 0, 3), (0, 3, 4), (2, 3, 0)]:
+        of_matrix = [len(shape) - 2, len(shape) - 1]
+        x = matrix(shape, torch.bfloat16)
+        for view in (x, x.mT.contiguous().mT):
+            used.clear()
+            check_operator(amax, view, of_matrix)
+            known = [amax.portable(view, of_matrix)]
+            for of, transposed in (([0], [False]), ([0, 0], [False, True])):
+                check_operator(cast_copies, view, known, E4M3, True, of, transposed)
+            assert ("_cast" in used) is (x.numel() > 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -106,7 +106,8 @@ def _many(
 def _takes(x: torch.Tensor, dims: Sequence[int] | None = None) -> bool:
     if x.ndim < 2:  # one row; a grid has at most 65,535 tiles along it
         return x.dtype in DTYPES and dims is None and x.numel() < 2**25
-    along = [covered_dims(name, x.ndim) for name in ("tensor", "row", "column")]
+    names = ("tensor", "row", "column", "matrix")[: 4 if x.numel() else 3]
+    along = [covered_dims(name, x.ndim) for name in names]
     return x.dtype in DTYPES and (None if dims is None else tuple(dims)) in along
 
 
@@ -120,6 +121,9 @@ def amax_of_matrix(
     x: torch.Tensor, dims: Sequence[int] | None, matrix: launch.Matrix
 ) -> torch.Tensor:
     """Compute :func:`find_amax`, given ``x`` as an argument of a kernel."""
+    if dims is not None and tuple(dims) == covered_dims("matrix", x.ndim):
+        of_rows = amax_of_matrix(x, covered_dims("row", x.ndim), matrix)
+        return of_rows.amax(-2, keepdim=True)
     data, M, K, stride_m, stride_k = matrix
     by_row = dims is not None and tuple(dims) == covered_dims("row", x.ndim)
     # If columns are contiguous in memory, read the rows of the transpose instead.

@@ -107,7 +107,8 @@ def _cast_blocks(
     # One instance: a tile of [BM, BN], enlarged to whole blocks; or, if x is a table of matrices
     # (amaxes.table_of), every SPLITS-th tile of one of them. The exponents are contiguous. They
     # are read if GIVEN, and otherwise computed by RULE and written. Moves the bytes of x once, and
-    # 1 byte per element and layout, or per two packed elements (the first in an even column).
+    # 1 byte per element and layout, or per two packed elements (the first in an even column). If x
+    # is float8, it is multiplied by its scales instead, and the first copy is in a wider dtype.
     TILE_M: tl.constexpr = BM if BM > ROWS else ROWS
     TILE_N: tl.constexpr = BN if BN > COLUMNS else COLUMNS
     row_major, transposed = copies
@@ -122,6 +123,7 @@ def _cast_blocks(
         first, count = tl.program_id(1), tl.cdiv(first_row + M, TILE_M) * wide
     else:
         data, M, K, stride_m, stride_k = x
+    IS_FLOAT8: tl.constexpr = data.dtype.element_ty == tl.uint8
     down, across = tl.cdiv(first_row + M, ROWS), tl.cdiv(first_column + K, COLUMNS)
     for tile in range(first, count, SPLITS if SPLITS > 0 else 1):
         m, n = tl.program_id(0), tl.program_id(1)
@@ -132,7 +134,7 @@ def _cast_blocks(
         is_row = ((i >= 0) & (i < M))[:, None]
         mask = is_row & ((j >= 0) & (j < K))[None, :]
         v = tl.load(data + i[:, None] * stride_m + j[None, :] * stride_k, mask=mask, other=0.0)
-        v = rounding.as_fp32(v)
+        v = rounding.from_float8(v, BIAS, SOFT) if IS_FLOAT8 else rounding.as_fp32(v)
         r = tiles.indices(m, TILE_M // ROWS)
         c = tiles.indices(n, TILE_N // COLUMNS)
         places = exponents + r[:, None] * across + c[None, :]
@@ -143,7 +145,11 @@ def _cast_blocks(
             largest = largest_of_each(rounding.magnitude(v), ROWS, COLUMNS)
             exponent = exponents_of_bits(largest, RULE, BIAS)
             tl.store(places, exponent.to(tl.uint8), mask=is_block)
-        if (row_major is not None) or (transposed is not None) or (packed is not None):
+        if IS_FLOAT8:
+            bits = tl.where(exponent == 255, 0x7FC00000, tl.maximum(exponent << 23, 0x400000))
+            v = v * spread(bits.to(tl.float32, bitcast=True), ROWS, COLUMNS)
+            tl.store(row_major + i[:, None] * K + j[None, :], v, mask=mask)
+        elif (row_major is not None) or (transposed is not None) or (packed is not None):
             v = v * spread(multipliers_by(exponent), ROWS, COLUMNS)
             v = rounded_to_e2m1(v) if BIAS == 1 else rounding.saturated(v, BIAS)
             code = rounding.to_float8(v, 7 if BIAS == 1 else BIAS, SOFT)
@@ -184,7 +190,8 @@ def _launch(
 ) -> list[torch.Tensor]:
     """Cast copies with the given exponents, or else compute and write the exponents first.
 
-    One launch; 2 bytes per bf16 element, and 1 for each layout, or 0.5 if packed.
+    One launch; 2 bytes per bf16 element, and 1 for each layout, or 0.5 if packed. From float8 to a
+    wider dtype, it multiplies by the scales.
     """
     copies, argument = launch.empty_layouts(x, data_dtype(dtype), transposed), launch.matrix(x)
     layouts = launch.as_layouts(copies, transposed)
@@ -199,7 +206,7 @@ def _launch(
             COLUMNS=columns,
             GIVEN=given,
             RULE=rule,
-            **launch.float8_constants(dtype, x.device),
+            **launch.float8_constants(x.dtype if x.itemsize == 1 else dtype, x.device),
             **{"DTYPE": None, "ALIGNED": False, "SPLITS": 0},
         )
     return copies
@@ -272,6 +279,21 @@ def _cast_each(
     known = out if exponents is None else exponents.contiguous()
     _cast_blocks(grid, (table,), *start, known, *copies, **kind)
     return out
+
+
+@launch.fused(
+    portable.dequantize_blocks,
+    lambda x, scales, blocks, _: (
+        (x.ndim, x.itemsize, scales.dtype) == (2, 1, torch.uint8)
+        and x.is_contiguous()
+        and takes_size(*blocks[:2])
+    ),
+)
+def _dequantize(
+    x: torch.Tensor, scales: torch.Tensor, blocks: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """Dequantize in one launch; 3 bytes per element in bf16."""
+    return _launch(x, scales.contiguous(), dtype, blocks, [False], given=True)[0]
 
 
 @triton.jit

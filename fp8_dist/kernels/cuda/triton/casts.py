@@ -16,7 +16,7 @@ from fp8_dist.kernels import quantization
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.amaxes import amax_of_matrix, are_alike, entry_of, table_of
 from fp8_dist.kernels.cuda.triton.launch import BIAS, DTYPES, OF_ROWS, TILES
-from fp8_dist.kernels.grouped import transposed_groups
+from fp8_dist.kernels.grouped import empty_places, places_of_groups, rows_of_groups
 from fp8_dist.kernels.quantization import ALIGNMENT, Tensors, as_matrix
 from fp8_dist.kernels.scale import Scaling, covered_dims, scaling_from_amax
 
@@ -48,6 +48,7 @@ def _cast(
     x: tl.tuple,
     given: tl.tensor,
     stride_given: tl.tensor,
+    rows_of_each: tl.tensor,
     copies: tl.tuple,
     amax: tl.tensor | None,
     scale: tl.tensor | None,
@@ -60,23 +61,24 @@ def _cast(
     BN: tl.constexpr,
 ) -> None:
     # One instance: a tile of [BM, BN]. If there are scales to write, the given numbers are amaxes,
-    # otherwise multipliers. Moves the bytes of x once, and 1 byte per element and layout.
+    # otherwise multipliers; those of rows cover rows_of_each rows. Moves the bytes of x once, and 1
+    # byte per element and layout.
     M, K = x[1], x[2]
     i = tiles.indices(tl.program_id(0), BM)
     j = tiles.indices(tl.program_id(1), BN)
     row, column = i[:, None], j[None, :]
     if OF == "row":
-        m = tl.load(given + row * stride_given, mask=row < M, other=1.0)
+        m = tl.load(given + row // rows_of_each * stride_given, mask=row < M, other=1.0)
     elif OF == "column":
         m = tl.load(given + column * stride_given, mask=column < K, other=1.0)
     else:
         m = tl.load(given)
     if scale is not None:
         m = rounding.multiplier_of(m, POWER_OF_2, BIAS)
-        # Each scale is stored once: by the tiles of the first column or row, or by the first tile.
+        # Scales are stored by the tiles of the first column or row, or by the first tile.
         if OF == "row":
             if tl.program_id(1) == 0:
-                tl.store(scale + row, rounding.reciprocal(m), mask=row < M)
+                tl.store(scale + row // rows_of_each, rounding.reciprocal(m), mask=row < M)
         elif OF == "column":
             if tl.program_id(0) == 0:
                 tl.store(scale + column, rounding.reciprocal(m), mask=column < K)
@@ -198,11 +200,12 @@ def _transpose(
     M: tl.tensor,
     K: tl.tensor,
     MULTIPLE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
 ) -> None:
-    # One instance: a tile of [BM, BN] of one matrix, or of the M rows that source selects. Moves
-    # 2 bytes per element.
+    # One instance: a tile of [BM, BN] of one matrix, or of the M rows that source selects, which
+    # may be copied without a transpose. Moves 2 bytes per element.
     p = tiles.indices(tl.program_id(0), BM)
     j = tiles.indices(tl.program_id(1), BN)
     matrix = tl.program_id(2).to(tl.int64) * K
@@ -214,7 +217,30 @@ def _transpose(
         is_row = i >= 0
     mask = is_row[:, None] & (j[None, :] < K)
     data = tl.load(x + matrix * M + i[:, None] * K + j[None, :], mask=mask, other=0)
-    tiles.store(out + matrix * columns, tl.trans(data), j, p, K, columns)
+    if TRANSPOSED:
+        tiles.store(out + matrix * columns, tl.trans(data), j, p, K, columns)
+    else:
+        tiles.store(out, data, p, j, M, K)
+
+
+@launch.kernel()
+@triton.jit
+def _places(
+    sizes: tl.tensor, out: tl.tuple, E: tl.tensor, MULTIPLE: tl.constexpr, GROUPS: tl.constexpr
+) -> None:
+    # One instance: the places of one group. Moves 16 bytes per place.
+    e, i = tl.program_id(0), tl.arange(0, GROUPS)
+    rows = tl.load(sizes + i, mask=i < E, other=0)
+    places = tl.cdiv(rows, MULTIPLE) * MULTIPLE
+    begin, end = tl.sum(tl.where(i < e, places, 0)), tl.sum(tl.where(i <= e, places, 0))
+    padding = tl.sum(tl.where(i < e, places - rows, 0))  # before the group
+    end_of_rows = tl.sum(tl.where(i <= e, rows, 0))
+    for first in range(begin, end, 1024):
+        p = first + tl.arange(0, 1024)
+        row = p - padding
+        tl.store(out[0] + p, e, mask=p < end)
+        tl.store(out[1] + p, tl.where(row < end_of_rows, row, -1), mask=p < end)
+    tl.store(out[2] + e, end)
 
 
 def find_scaling(
@@ -244,8 +270,9 @@ def _takes(x: Tensor, *scales: Tensor) -> bool:
 
 
 def _shapes_of_scales(x: Tensor) -> list[tuple[int, ...]]:
-    """Return the shapes of scales of rows and of columns."""
-    return [(*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1])]
+    """Return the shapes of scales of rows, of columns and, unless they are empty, of matrices."""
+    shapes = (*x.shape[:-1], 1), (*[1] * (x.ndim - 1), x.shape[-1]), (*x.shape[:-2], 1, 1)
+    return [*shapes[: 3 if x.numel() else 2]]
 
 
 def _cast_with(
@@ -270,15 +297,16 @@ def _cast_with(
 
     One launch; 3 bytes per bf16 element, 4 for both layouts.
     """
-    copies, of, stride = launch.empty_layouts(x, dtype, transposed), "tensor", 0
+    copies, of, stride, rows = launch.empty_layouts(x, dtype, transposed), "tensor", 0, 1
     if given.numel() != 1:
         of = "row" if given.shape[-1] == 1 else "column"
+        rows = x.shape[-2] if given.shape[-2] == 1 else 1
         given = given.flatten()
         stride = given.stride(0)
     _, M, K, *_ = argument = launch.matrix(x) if matrix is None else matrix
     _cast(
         _cast.tiles(M, K),
-        *(argument, given, stride, launch.as_layouts(copies, transposed), amax, scale),
+        *(argument, given, stride, rows, launch.as_layouts(copies, transposed), amax, scale),
         OF=of,
         POWER_OF_2=power_of_2,
         SATURATE=saturate,
@@ -311,7 +339,7 @@ def _cast_copies(
         len(amaxes) > 1
         and not saturate
         and [*zip(of, transposed, strict=True)] == [(0, False), (1, True)]
-        and [tuple(amax.shape) for amax in amaxes] == _shapes_of_scales(x)
+        and [tuple(amax.shape) for amax in amaxes] == _shapes_of_scales(x)[:2]
     ):
         copies = launch.empty_layouts(x, dtype, transposed)
         _cast_rows_and_columns(
@@ -417,14 +445,25 @@ def _transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
         (*_transpose.tiles(out.shape[-1], K), math.prod(others)),
         *(launch.raw(x), None, launch.raw(out), M, K),
         MULTIPLE=multiple,
+        TRANSPOSED=True,
     )
     return out
 
 
-@launch.fused(transposed_groups, lambda x, source: x.is_contiguous())
-def _transposed_groups(x: Tensor, source: Tensor) -> Tensor:
-    """Copy rows to columns in one launch; 2 bytes per element."""
+@launch.fused(rows_of_groups, lambda x, *_: x.is_contiguous())
+def _rows_of_groups(x: Tensor, source: Tensor, transposed: bool) -> Tensor:
+    """Copy rows in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
-    out = x.new_empty((K, P))
-    _transpose(_transpose.tiles(P, K), launch.raw(x), source, launch.raw(out), P, K, MULTIPLE=1)
+    out = x.new_empty((K, P) if transposed else (P, K))
+    arguments = launch.raw(x), source, launch.raw(out), P, K
+    _transpose(_transpose.tiles(P, K), *arguments, MULTIPLE=1, TRANSPOSED=transposed)
     return out
+
+
+@launch.fused(places_of_groups, lambda sizes, *_: 0 < len(sizes) <= 4096)
+def _places_of_groups(sizes: Tensor, count: int, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Lay out groups in one launch; 16 bytes per place."""
+    results, groups = empty_places(sizes, count, multiple), len(sizes)
+    power = triton.next_power_of_2(groups)
+    _places((groups,), sizes.contiguous(), results, groups, MULTIPLE=multiple, GROUPS=power)
+    return results
