@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
-from fp8_dist.kernels.grouped import Groups
+from fp8_dist.kernels.grouped import Groups, places_of_groups
 from fp8_dist.scaling import Quantized
 from fp8_dist.torch_internals import funcol
 
@@ -70,7 +70,11 @@ class Routing(NamedTuple):
     def returned(self, rows: Tensor) -> Tensor:
         """Send rows, in the order in which they were received, back to their slots."""
         rows = _exchange(rows, self.sent, self.received, self.group)
-        return _placed(rows.new_zeros((self.tokens * self.top_k, rows.shape[1])), self.slots, rows)
+        total = self.tokens * self.top_k
+        # A graph does not know how many slots are left out.
+        is_complete = not torch.compiler.is_compiling() and len(self.slots) == total
+        to = (rows.new_empty if is_complete else rows.new_zeros)((total, rows.shape[1]))
+        return _placed(to, self.slots, rows)
 
 
 def _placed(to: Tensor, places: Tensor, rows: Tensor) -> Tensor:
@@ -138,10 +142,12 @@ def slots_by_expert(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     Returns:
         The slots, and the number of slots of each expert; -1 if an id is out of range.
     """
-    is_valid = (ids >= 0) & (ids <= num_experts)
-    sizes = torch.bincount(ids.where(is_valid, num_experts), minlength=num_experts + 1)[:-1]
+    in_order, slots = ids.sort(stable=True)
+    # (torch.bincount would make the host wait.)
+    known = torch.arange(-1, num_experts + 1, device=ids.device)
+    ends = torch.searchsorted(in_order, known, right=True)
     # Negative numbers tell the other ranks that an id is out of range.
-    return torch.argsort(ids, stable=True), torch.where(is_valid.all(), sizes, -1)
+    return slots, ends.diff()[:-1].masked_fill(ends[-1] - ends[0] != len(ids), -1)
 
 
 @custom_op(fake=lambda sent, *_: sent.new_empty(2 * sent.shape[0] + sent.shape[1], device="cpu"))
@@ -154,7 +160,8 @@ def numbers_of_rows(sent: Tensor, received: Tensor, ids: Tensor) -> Tensor:
         ValueError: a number is negative, because an id is out of range.
     """
     # The only place in a layer where the host waits. As an operator it waits once in graphs, too.
-    counts = torch.cat([sent.sum(1), received.sum(1), received.sum(0)]).to("cpu", copy=True)
+    sent, received = torch.stack([sent, received]).to("cpu", copy=True)
+    counts = torch.cat([sent.sum(1), received.sum(1), received.sum(0)])
     ranks, experts = len(sent), sent.numel()
     back = counts[ranks : 2 * ranks].tolist()
     if min(counts[: 2 * ranks].tolist()) < 0:
@@ -172,12 +179,10 @@ def _arrivals(received: Tensor, rows: int) -> Tensor:
 
     ``received``: the number of rows from each rank for each expert, ``[ranks, E]``.
     """
-    first = (received.flatten().cumsum(0) - received.flatten()).view_as(received)
-    lengths, first = received.t().reshape(-1), first.t().reshape(-1)
-    blocks = torch.arange(len(lengths), device=lengths.device)
-    block = torch.repeat_interleave(blocks, lengths, output_size=rows)
-    offset = torch.arange(rows, device=block.device) - (lengths.cumsum(0) - lengths)[block]
-    return first[block] + offset
+    begins = (received.flatten().cumsum(0) - received.flatten()).view_as(received)
+    lengths = received.t().reshape(-1)
+    block, places, ends = places_of_groups(lengths, rows, 1)
+    return places + (begins.t().reshape(-1) - (ends - lengths))[block]
 
 
 def send_rows(rows: Quantized, places: Tensor, routing: Routing) -> Quantized:

@@ -49,10 +49,12 @@ def grouped_linear(
     groups = _groups(offs, x.shape[0], len(operands[0].tensor))
     # torch.export can't trace len() of an unknown number of rows.
     rows = groups.group_of_row.numel()
-    products = list(grouped_product(x.narrow(0, 0, rows), operands, groups, config))
+    part = torch.compiler.is_compiling() or rows < x.shape[0]
+    # (The backward of a view of all rows would copy the gradient.)
+    products = list(grouped_product(x.narrow(0, 0, rows) if part else x, operands, groups, config))
     if bias is not None:
         products[0] = add_bias(products[0], bias, groups)
-    if torch.compiler.is_compiling() or rows < x.shape[0]:
+    if part:
         products = [pad(product, (0, 0, 0, x.shape[0] - rows)) for product in products]
     return tuple(products) if several else products[0]
 
@@ -168,7 +170,8 @@ def _groups(offs: Tensor, rows: int, experts: int) -> Groups:
             f"{offs.dtype} {tuple(offs.shape)}"
         )
     on_host = sizes_of_groups(offs, rows)
-    sizes = torch.diff(offs.to(torch.int64), prepend=offs.new_zeros(1, dtype=torch.int64))
+    sizes = offs.to(torch.int64, copy=True)
+    sizes[1:] -= offs[:-1]
     total: Any = on_host.sum().item()  # torch.export can't trace int() of it
     return Groups.of(sizes, on_host, total)
 

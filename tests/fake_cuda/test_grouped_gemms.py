@@ -4,7 +4,7 @@ import pytest
 import torch
 from fake_cuda.counter import Counts, KernelCounter
 from fake_cuda.device import fake_tensors
-from fake_cuda.experts import ExpertsShape, count_experts
+from fake_cuda.experts import ExpertsShape, count_experts, count_routed
 from fake_cuda.process import FakeCudaProcess
 
 from fp8_dist.kernels.grouped import Groups
@@ -31,6 +31,26 @@ def test_a_step(name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaPr
     assert counts.launches == kernels
     assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
     assert counts.syncs == counts.problems == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "gigabytes"),
+    [
+        ("rowwise_folded", 67, 8.71),
+        ("tensorwise", 79, 11.04),
+        ("blockwise", 88, 14.77),
+        ("mxfp8", 88, 14.81),
+    ],
+)
+def test_routed_experts(
+    name: str, kernels: int, gigabytes: float, fake_cuda: FakeCudaProcess
+) -> None:
+    """The host waits once, for the numbers of rows."""
+    counts = fake_cuda.run(count_routed, name)
+    assert len(counts.by_kind("gemm")) == 9
+    assert counts.launches == kernels
+    assert counts.bytes_besides_gemms / 1e9 == pytest.approx(gigabytes, abs=0.0051)
+    assert (counts.syncs, counts.problems) == (["_to_copy from cuda to cpu"], [])
 
 
 def products(

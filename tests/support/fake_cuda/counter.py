@@ -29,7 +29,14 @@ REDUCTIONS = ("amax", "amin", "aminmax", "linalg_vector_norm", "max", "sum", "_f
 COPIES = ("clone", "contiguous", "copy_", "reshape", "to", "_to_copy")
 ALLOCATIONS = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 # Operators that make the host wait for the device. (Blocking copies do, too.)
-_READS_BY_HOST = ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero")
+_READS_BY_HOST = (
+    "_local_scalar_dense",
+    "bincount",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "nonzero",
+)
 _LARGE = 2**20  # bytes; for less data, the launch dominates
 # Limits of torch's multi-tensor kernels: elements per chunk, chunks per launch, and tensors per
 # launch by the number of lists.
