@@ -53,17 +53,18 @@ def pretend() -> None:
         "current_device": lambda: 0,
         "device": _Device,
         "device_count": lambda: 1,
+        "empty_cache": lambda: None,
         "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: _PROPERTIES.name,
         "get_device_properties": lambda device=None: _PROPERTIES,
         "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
         "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": streams.is_current_stream_capturing,
         "is_initialized": lambda: True,
         "manual_seed_all": lambda seed: None,
         "set_device": lambda device: None,
         "set_rng_state": lambda state, device=None: None,
-        "synchronize": lambda device=None: None,
+        "synchronize": streams.synchronize,
         "current_stream": streams.current_stream,
         "default_stream": streams.default_stream,
         "Event": streams.Event,
@@ -77,6 +78,8 @@ def pretend() -> None:
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
+    torch.cuda.CUDAGraph.__bases__ = (streams.Graph,)
+    torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined]
     dense.stores_transposed = lambda device: True  # (Otherwise this depends on Triton's ptxas.)
     gemm.device_kind = lambda device: "hopper"  # (A CPU build has no CUDA version.)
     # (A separate function, because dynamo has both in a table.)

@@ -11,8 +11,6 @@ import ctypes
 import os
 import runpy
 import sys
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -56,11 +54,8 @@ def main(argv: list[str]) -> None:
     ctypes.CDLL(str(built("kernels.cpp")))
     launch_nothing()
     answers: dict[str, Any] = {
-        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
         "Event": _Event,
         "_sleep": lambda cycles: None,
-        "empty_cache": lambda: None,
-        "graph": lambda graph: nullcontext(),
         "max_memory_allocated": lambda device=None: 10**9,
         "reset_peak_memory_stats": lambda device=None: None,
     }
@@ -87,6 +82,7 @@ def main(argv: list[str]) -> None:
         lambda storage, size: storage if storage.is_cuda else resize(storage, size)
     )
     torch.Tensor.record_stream = lambda x, stream: None  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda x, device=None: x  # type: ignore[method-assign]
     reduce = torch.Tensor.scatter_reduce_  # kernels.cpp does not support its string argument
     torch.Tensor.scatter_reduce_ = (  # type: ignore[method-assign]
         lambda x, *args, **options: x if x.is_cuda else reduce(x, *args, **options)
