@@ -3,8 +3,11 @@
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
 
-from functools import cache
+import itertools
+from collections.abc import Callable, Hashable
+from functools import cache, wraps
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -157,9 +160,56 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if has_none else torch.accelerator.current_stream(device)
 
 
-def is_captured(tensor: torch.Tensor) -> bool:
-    """Return whether the current computation on a tensor is captured in a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+_numbers = itertools.count(1)
+# The number of the capture that is under way (0: none), and what replays of its graph call.
+_capture: tuple[int, dict[Hashable, Callable[[], None]]] = 0, {}
+
+
+def current_capture() -> int:
+    """Return the number of the capture of a CUDA graph that the current stream is in; 0 if none.
+
+    A capture that is not one of ``torch.cuda.CUDAGraph`` gets a new number in each call, so that
+    nothing is taken for a part of it.
+    """
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return (_capture[0] or next(_numbers)) if is_captured else 0
+
+
+def call_at_replays(key: Hashable, function: Callable[[], None]) -> None:
+    """While a graph is captured, let each of its replays call a function; one per key."""
+    if _capture[0]:
+        _capture[1][key] = function
+
+
+def _follow_graphs(graph: Any) -> None:
+    # torch does not tell captures apart, and replays write to tensors without any other trace.
+    begin, end, run = graph.capture_begin, graph.capture_end, graph.replay
+
+    @wraps(begin)
+    def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _capture
+        begin(self, *args, **kwargs)
+        _capture = next(_numbers), {}
+        self.fp8_dist_calls = _capture[1]
+
+    @wraps(end)
+    def capture_end(self: Any) -> None:
+        global _capture
+        _capture = 0, {}
+        end(self)
+
+    @wraps(run)
+    def replay(self: Any) -> None:
+        run(self)
+        for call in getattr(self, "fp8_dist_calls", {}).values():
+            call()
+
+    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+
+
+_follow_graphs(torch.cuda.CUDAGraph)
 
 
 def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:

@@ -33,7 +33,13 @@ from fp8_dist.torch_internals import disabled_in_graphs, set_dtensor_local
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import PRECOMPUTED, Kept, KnownWeight
-from fp8_dist.weight.weights import CONVERT_FIRST, float8_modules, float8_weights, mark_scales_ready
+from fp8_dist.weight.weights import (
+    CONVERT_FIRST,
+    check_captured,
+    float8_modules,
+    float8_weights,
+    mark_scales_ready,
+)
 
 _CALLER = "precompute_float8_dynamic_scale"
 
@@ -132,7 +138,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
             scale; a weight is not the parameter that the optimizer updates (FSDP1's flattened
             shards, parametrizations); or FSDP2 is to reshard to a smaller mesh after forward, which
             it can't do with float8 gathers.
-        NotImplementedError: weights on several meshes that are not slices of one root mesh.
+        NotImplementedError: weights on several meshes that are not slices of one root mesh; or a
+            CUDA graph is being captured, and can't train a weight.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
     """
     precompute_weights(module)
@@ -164,8 +171,9 @@ def check_agreement(module: nn.Module, caller: str) -> None:
     """Compare the layers of a module between ranks if it has not run yet.
 
     Call it before raising an error for a module without converted layers: other ranks may have
-    some.
+    some. In the capture of a CUDA graph, also check that a graph can train the weights.
     """
+    check_captured(float8_weights(module), caller)
     if agreement.needs_comparison(module):
         reshard(module, caller)
         agreement.check_layers(module, float8_modules(module), caller)
@@ -250,3 +258,4 @@ def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
             shard = KnownWeight(shard)
             set_dtensor_local(parameter, shard)  # type: ignore[arg-type]
         shard.store(kept, statistics, parameter, PRECOMPUTED)
+        shard.follow_replays()

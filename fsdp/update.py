@@ -73,7 +73,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
 
     Raises:
         ValueError: ranks differ in the layers of ``module``, or no operand in it is DELAYED.
-        NotImplementedError: weights on several meshes that are not slices of one root mesh.
+        NotImplementedError: weights on several meshes that are not slices of one root mesh; or a
+            CUDA graph is being captured.
     """
     check_agreement(module, "sync_float8_amax_and_scale_history")
     layers = [layer for layer in float8_layers(module).values() if layer.histories]

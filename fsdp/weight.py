@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals
 from fp8_dist import torch_internals as internals
-from fp8_dist.device import is_captured, keep_for
+from fp8_dist.device import current_capture, keep_for
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.scale import amax_of_tensors
 from fp8_dist.mesh import Layout, local_tensor
@@ -104,11 +104,13 @@ class Float8AllGatherWeight(KnownWeight):
         local, cache, stream = local_tensor(weight.master()), self, None
         if isinstance(local, Float8AllGatherWeight) and local.device != self.device:
             cache = local  # with CPU offload, self is a copy
-        if self.is_cuda and not is_captured(self.plain):
+        if self.is_cuda:
             stream = torch.cuda.current_stream(self.device)
-        if weight.scales_ready is not None and stream is not None:
-            # FSDP2 gathers on a stream that only waits for the optimizer (set_post_optim_event).
-            weight.scales_ready.wait(stream)
+        if stream is not None and weight.scales_ready is not None:
+            event, capture = weight.scales_ready
+            if capture == current_capture():
+                # FSDP2 gathers on a stream that only waits for the optimizer's post_optim_event.
+                event.wait(stream)
         cast = self._current_cast(weight)
         if cast is None:
             use = Use((weight,), "weight") if is_observed() else None
@@ -147,7 +149,7 @@ class Float8AllGatherWeight(KnownWeight):
         parameter = weight.master()
         versions = internals.version_of(self.plain), internals.version_of(parameter)
         flags = parameter.requires_grad, weight.config.keep_fsdp_float8_cast
-        return int(self.valid), *versions, *flags, weight.gather()
+        return int(self.valid), *versions, *flags, weight.gather(), current_capture()
 
     def fsdp_post_all_gather(
         self,
@@ -232,9 +234,10 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
     A weight changes once per optimizer step, and is gathered twice per micro-batch. So the update
     of scales also casts it, and the gathers send the same bytes. They cast the weight themselves
     if anything that the cast depends on has changed since: the values, as the cache of statistics
-    notices it (Note [What is known of a weight]), the scale of a history, the layout, or the
-    config. Likewise if no update has run, if an observer or a dispatch mode looks at casts (as that
-    of selective checkpointing does), or if the shard is on another device, as with CPU offload.
+    notices it (Note [What is known of a weight]), the scale of a history, the layout, the config,
+    or the capture of a CUDA graph (Note [Captures]). Likewise if no update has run, if an observer
+    or a dispatch mode looks at casts (as that of selective checkpointing does), or if the shard is
+    on another device, as with CPU offload.
 
     A cast together takes known statistics, or those of histories, without asking a source.
     """
@@ -306,7 +309,7 @@ def _cast_together(
 
 def _is_unobserved(shard: torch.Tensor) -> bool:
     """Whether a cast may be left out, because nothing looks at it or records it."""
-    return internals.can_skip_dispatch(shard) and not (is_observed() or is_captured(shard))
+    return internals.can_skip_dispatch(shard) and not is_observed()
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:

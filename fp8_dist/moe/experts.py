@@ -123,6 +123,9 @@ class ExpertWeight(Float8Weight):
         schemes = self.schemes if operand == "weight" else self.config.recipe.schemes[operand]
         return {tuple(self.config.recipe.uses[operand]): schemes[0]}
 
+    def why_not_captured(self) -> str:
+        return "belongs to experts, whose numbers of rows the host reads; leave them out"
+
     def check_sharded(self) -> None:
         layout, ndim = self.layout(self.master()), self.parameter().ndim
         *outer, last = (None,) if layout is None else layout.placements

@@ -42,7 +42,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from fp8_dist.device import is_captured
+from fp8_dist.device import current_capture
 from fp8_dist.kernels.scale import amax
 from fp8_dist.mesh import all_reduce_max, groups_over
 from fp8_dist.operand.sources import Request, State, owner_of, query, register_handle
@@ -107,7 +107,7 @@ class AmaxHistory(State):
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
         x = request.x
-        if is_captured(x):
+        if current_capture():
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
                 "amax history is kept by Python. Use ScalingType.DYNAMIC, or torch.compile"

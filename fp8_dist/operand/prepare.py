@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8_dist import mesh
 from fp8_dist import torch_internals as internals
-from fp8_dist.device import current_stream, is_captured
+from fp8_dist.device import current_capture, current_stream
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand import observers
@@ -236,12 +236,13 @@ _cached_cast: _CachedCast | None = None  # the last cast
 
 def _cache_key(x: torch.Tensor) -> Any:
     """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
-    if not internals.can_skip_dispatch(x) or is_captured(x):  # a CUDA graph must contain the cast
+    if not internals.can_skip_dispatch(x):
         return None
     if (version := internals.version_of(x)) is None:
         return None
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
-    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device)
+    # (A CUDA graph must contain its casts.)
+    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device), current_capture()
 
 
 def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:

@@ -112,7 +112,8 @@ class Float8Weight:
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
             statistics are cached.
-        scales_ready: on a GPU, the event after which the scales of precompute or sync are ready.
+        scales_ready: on a GPU, the event after which the scales of precompute or sync are ready,
+            and the number of the capture of a CUDA graph that it was recorded in (0: none).
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class Float8Weight:
         self.is_compared = False
         self.fsdp: fsdp_internals.FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
-        self.scales_ready: torch.cuda.Event | None = None
+        self.scales_ready: tuple[torch.cuda.Event, int] | None = None
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
 
     def __reduce__(self) -> Any:
@@ -225,6 +226,14 @@ class Float8Weight:
         if isinstance(local, supported) or not hasattr(local, "__tensor_flatten__"):
             return ""
         return f"a {type(local).__name__}, which implements its own matmul (dequantize it first)"
+
+    def why_not_captured(self) -> str:
+        """The reason why a CUDA graph can't train the weight, with a remedy; empty if it can."""
+        if self._histories:
+            return "has amax histories in Python; use a recipe without DELAYED scales"
+        if self.shard().device != self.device:
+            return "is on the CPU; leave out CPUOffloadPolicy"
+        return ""
 
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.

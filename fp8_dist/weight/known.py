@@ -23,9 +23,17 @@ weight whether its cache is valid or not: an operator reads the cache at run tim
 
 Views share ``valid``, so that a write to a view is noticed. They have no statistics of their own,
 because the version counters of their plain tensors are separate. Nor do copies and moved tensors.
+
+Note [Captures]
+~~~~~~~~~~~~~~~
+Statistics that are computed while a CUDA graph is captured are those of a replay. They are used in
+the same capture alone, whose number is a part of ``valid``. A replay of a graph invalidates the
+cache of each weight that its capture wrote to, updated the scales of, or measured for training.
+(Compiled code that is captured writes without a call of :meth:`KnownWeight.forget`.)
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -33,7 +41,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import scaling, torch_internals
-from fp8_dist.device import is_captured
+from fp8_dist.device import call_at_replays, current_capture
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.sources import State, measured
 from fp8_dist.scaling import Scheme, Start, Statistics, operators, reduction, shared_schemes
@@ -73,6 +81,13 @@ def _is_invalid(valid: Any) -> Any:
 def _invalidated(valid: Any) -> Any:
     """The value of ``valid`` after a write."""
     return -1 - (valid & 3)
+
+
+def _invalidate(valid: Tensor) -> None:
+    """Invalidate statistics after a write."""
+    with torch_internals.outside_of_modes():
+        if not _is_invalid(state := int(valid)):
+            valid.fill_(_invalidated(state))
 
 
 class Kept(NamedTuple):
@@ -130,13 +145,15 @@ class Known(State):
             trains = owner.module.training and needs_ranks
             if trains and (weight.has(STALE) or weight.has(OUTDATED)):
                 _warn_of_stale(owner.fqn)
+            if owner.module.training:  # replays of an evaluation write nothing
+                weight.follow_replays()
             new = measured(x, missing, kept.layout, kept.whole)
             found |= zip(missing, new, strict=True)
-            if self._parameter is not None and not is_captured(x):
+            if self._parameter is not None:
                 # (Statistics that an evaluation computes after a step also serve the next step.)
                 source = TRAINED if trains or weight.has(OUTDATED) else EVALUATED
                 weight.store(kept, [found[s] for s in kept.schemes], self._parameter, source)
-            elif trains and not is_captured(x):
+            elif trains:
                 weight.note_training()
         return [found[scheme] for scheme in schemes]
 
@@ -210,12 +227,9 @@ class KnownWeight(WrapperParameter):
     def recall(self, kept: Kept, x: Tensor) -> dict[Scheme, Statistics]:
         """Return the cached statistics of the current values, by scheme; not in graphs.
 
-        None are returned while a CUDA graph is captured, because its replays see other values.
-
         ``x``: the values, perhaps on another device. The result is on the device of ``x``.
         """
-        is_cached = _fingerprint_of(self._state()) == self._fingerprint(kept)
-        if not is_cached or is_captured(x):
+        if _fingerprint_of(self._state()) != self._fingerprint(kept):
             return {}
         return kept.unpack(self.known.to(x.device), x.shape)
 
@@ -249,17 +263,22 @@ class KnownWeight(WrapperParameter):
             self._set_state(_valid(TRAINED))
 
     def _fingerprint(self, kept: Kept) -> int:
-        """Hash of version, storage and layout; positive."""
+        """Hash of version, storage, layout and capture; positive."""
         address = torch_internals.storage_address(self.known)
-        number = hash((version_of(self.plain), address, kept))
+        number = hash((version_of(self.plain), address, kept, current_capture()))
         return 1 + (number & (1 << 60) - 1)
 
     def forget(self) -> None:
         """Invalidate the statistics after a write."""
         if type(valid := self.valid) is not Tensor:  # traced: the graph does it when it runs
             valid.copy_(torch.where(_is_invalid(valid), valid, _invalidated(valid)))
-        elif not _is_invalid(state := self._state()):
-            self._set_state(_invalidated(state))
+        else:
+            self.follow_replays()
+            _invalidate(valid)
+
+    def follow_replays(self) -> None:
+        """In a capture, let replays invalidate the statistics; see Note [Captures]."""
+        call_at_replays(id(self.valid), partial(_invalidate, self.valid))
 
     def forget_to_load(self) -> None:
         """Drop the statistics before a state dict is loaded, without a later warning."""

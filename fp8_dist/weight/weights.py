@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from fp8_dist.device import current_capture
 from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
 from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -130,12 +131,22 @@ def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
     return weights
 
 
+def check_captured(weights: Mapping[str, Float8Weight], caller: str) -> None:
+    """In the capture of a CUDA graph, raise if the graph can't train one of the weights."""
+    for fqn, weight in weights.items() if current_capture() else ():
+        if reason := weight.why_not_captured():
+            raise NotImplementedError(
+                f"{caller}: a CUDA graph is being captured, and can't replay a step of {fqn}, "
+                f"which {reason}, or run steps without a graph"
+            )
+
+
 def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     """Record an event that later gathers wait for, after this stream computed scales and casts."""
     if torch.cuda.is_initialized():
-        event = torch.cuda.current_stream().record_event()
+        ready = torch.cuda.current_stream().record_event(), current_capture()
         for weight in weights:
-            weight.scales_ready = event
+            weight.scales_ready = ready
 
 
 def weights_by_layer(module: nn.Module) -> dict[str, Float8Weight]:

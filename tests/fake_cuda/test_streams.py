@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from unittest.mock import patch
@@ -50,6 +51,7 @@ class Training:
     invalidate: bool = False  # what that gather reads has been dropped
     transport: bool = False  # gradients in float8, summed from those that are accumulated
     alone: bool = False  # on one rank
+    captured: bool = False  # each step begins with the update; all but the first are CUDA graphs
 
 
 def drop_scales(model: nn.Module) -> None:
@@ -104,32 +106,49 @@ def hazards_of(training: Training) -> Counter[str]:
             for step in range(STEPS):
                 if step == 1 and training.unshard_async:
                     model._set_unshard_async_op(True)
-                for batch in range(training.micro_batches):
-                    if training.aside and batch == training.micro_batches - 1:
-                        _unshard_aside(model)
-                        if training.invalidate:
-                            drop_scales(model)
-                        for size in (1, DIM, 2 * DIM * DIM):
-                            torch.zeros(size, device="cuda")
-                    x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)
-                    if training.explicit:
-                        for block in model:
-                            block.unshard()
-                    model(x).sum().backward()
-                if training.evaluate:
-                    with torch.no_grad():
-                        model(x)
-                        model(x)
-                if training.pending:
-                    _unshard_aside(model)
-                optimizer.step()
-                optimizer.zero_grad()
-                if training.event:
-                    model.set_post_optim_event(torch.cuda.Event().record())
-                if training.update:
-                    for part in model if training.parts else [model]:
-                        update_float8_scales(part)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph) if training.captured and step else nullcontext():
+                    if training.captured:
+                        _update(model, training)
+                    _run(model, training)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if not training.captured:
+                    _update(model, training)
+            if training.captured:
+                graph.replay()
+                _run(model, training)
     return hazards.found
+
+
+def _run(model: nn.Sequential, training: Training) -> None:
+    """Run forward and backward of each micro-batch, and what else precedes an optimizer's step."""
+    for batch in range(training.micro_batches):
+        if training.aside and batch == training.micro_batches - 1:
+            _unshard_aside(model)
+            if training.invalidate:
+                drop_scales(model)
+            for size in (1, DIM, 2 * DIM * DIM):
+                torch.zeros(size, device="cuda")
+        x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)
+        if training.explicit:
+            for block in model:
+                block.unshard()  # type: ignore[operator]
+        model(x).sum().backward()
+    if training.evaluate:
+        with torch.no_grad():
+            model(x)
+            model(x)
+    if training.pending:
+        _unshard_aside(model)
+
+
+def _update(model: nn.Sequential, training: Training) -> None:
+    if training.event:
+        model.set_post_optim_event(torch.cuda.Event().record())
+    if training.update:
+        for part in model if training.parts else [model]:
+            update_float8_scales(part)
 
 
 def _unshard_aside(model: nn.Sequential) -> None:
@@ -156,15 +175,22 @@ OPTIONS = {
     "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
     "aside, event": {"aside": True, "invalidate": True, "event": True},
     "aside, parts": {"aside": True, "invalidate": True, "parts": True, "micro_batches": 1},
+    "captured": {"captured": True, "evaluate": True},
+    "captured, event": {"captured": True, "event": True, "prefetch": True},
+    "captured, asynchronous": {"captured": True, "unshard_async": True, "explicit": True},
+    "captured, aside": {"captured": True, "update": False, "aside": True, "invalidate": True},
 }
 
 
 # Every option, and every recipe whose weights are gathered in a different way.
 CASES = {
-    "tensorwise": ("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
+    "tensorwise": (
+        *("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
+        *("captured", "captured, event", "captured, asynchronous", "captured, aside"),
+    ),
     "rowwise": ("event, prefetch",),
-    "rowwise_folded": ("transport", "event, explicit", "aside, parts"),
-    "mxfp4": ("prefetch", "aside"),
+    "rowwise_folded": ("transport", "event, explicit", "aside, parts", "captured, event"),
+    "mxfp4": ("prefetch", "aside", "captured, event"),
     "delayed": ("event, prefetch", "aside, event"),
 }
 
@@ -178,7 +204,7 @@ def test_steps(recipe: str, options: str, fake_cuda: FakeCudaProcess) -> None:
 
 
 # What makes statistics (all-reduces for tensors, kernels for rows and histories) and kept casts.
-_MADE = "(all_reduce on NCCL|(_many|_cast_many|amax) on compute) .*"
+_MADE = r"(all_reduce on NCCL|(_many|_cast_many|amax) on (compute|stream \d+)) .*"
 _SCALES_TOO_EARLY = f"(_cast|add|all_gather_copy_in) on .* reads what {_MADE}"
 _EVENT = Training("tensorwise", event=True)
 _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
@@ -198,6 +224,17 @@ _INVALIDATED = Training("tensorwise", aside=True, invalidate=True)
             f"{weight.__name__}.keep_for",
             dataclasses.replace(_INVALIDATED, explicit=True),
             "memory of compute .* before _cast on .*; made at .*:all_reduce_max .*",
+        ),
+        # The same in a capture.
+        (
+            "fp8_dist.fsdp.precompute.mark_scales_ready",
+            dataclasses.replace(_EVENT, captured=True),
+            _SCALES_TOO_EARLY,
+        ),
+        (
+            f"{weight.__name__}.keep_for",
+            dataclasses.replace(_INVALIDATED, captured=True, explicit=True, update=False),
+            "memory of .* before _cast on .*; made at .*:all_reduce_max .*",
         ),
     ],
 )

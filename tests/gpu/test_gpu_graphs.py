@@ -1,16 +1,27 @@
-"""On a GPU: CUDA graphs of a layer's step, replayed after a change of the weights."""
+"""On a GPU: CUDA graphs of a layer's step, and of whole steps under FSDP2."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import sqnr
 from test_gpu_training import batch as unscaled_batch
 from test_gpu_training import layers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from fp8_dist import Float8Linear, Float8LinearConfig, Float8LinearRecipeName, update_float8_scales
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    Float8LinearRecipeName,
+    convert_to_float8_training,
+    update_float8_scales,
+)
+from fp8_dist.fsdp import clip_grad_norm_
 
 pytestmark = pytest.mark.gpu
 
@@ -106,3 +117,68 @@ def test_delayed_scales_are_refused() -> None:
     ):
         layer(x)
     layer(x).sum().backward()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """A mesh of this process alone."""
+    backend = "nccl" if dist.is_nccl_available() else "fake"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh(DEVICE, (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def trained(recipe: str, gathers: bool, mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, device=DEVICE) for _ in range(3)))
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather="auto" if gathers else False)
+    convert_to_float8_training(model, config=config)
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02, foreach=True, capturable=True)
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("recipe", DYNAMIC)
+def test_captured_steps_under_fsdp2(recipe: str, gathers: bool, mesh: DeviceMesh) -> None:
+    (model, optimizer), (twin, twins) = (trained(recipe, gathers, mesh) for _ in range(2))
+    x = batch(0)
+
+    def step(model: nn.Module, optimizer: torch.optim.AdamW, x: torch.Tensor) -> torch.Tensor:
+        update_float8_scales(model)
+        loss = model(x).float().square().mean()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def assert_same_weights() -> None:
+        for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[attr-defined]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(model, optimizer, x)
+    torch.cuda.current_stream().wait_stream(stream)
+    for _ in range(2):
+        step(twin, twins, x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = step(model, optimizer, x)
+    assert_same_weights()
+    for i in range(5):
+        x.copy_(batch(i))
+        graph.replay()
+        assert torch.equal(loss, step(twin, twins, x)), i
+        assert_same_weights()
+        with torch.no_grad():
+            assert torch.equal(model(x), twin(x)), i
+        update_float8_scales(model)  # the next replay changes what this found
+    assert torch.equal(step(model, optimizer, x), step(twin, twins, x))
+    assert_same_weights()

@@ -42,7 +42,13 @@ RUN_BY = {
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
     "docs/frozen.md": [f"{INTEGRATIONS}transformers/test_stored_models.py"] * 2,
-    "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_micro_batches.py", HERE],
+    "docs/fsdp2.md": [
+        HERE,
+        "tests/fake_cuda/test_capture.py",
+        HERE,
+        f"{DISTRIBUTED}test_micro_batches.py",
+        HERE,
+    ],
     "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
     "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
     "docs/numerics.md": ["tests/unit/test_docs.py"],
@@ -120,7 +126,7 @@ def sharded() -> dict[str, Any]:
 
 def fsdp2_and_state(folder: str) -> bool:
     """Whether a resumed run ends with the same results as an uninterrupted one."""
-    _, transport, _, replicated = python_blocks("docs/fsdp2.md")
+    _, _, transport, _, replicated = python_blocks("docs/fsdp2.md")
     checkpoints, back = python_blocks("docs/state.md")
     old, new = sharded(), sharded()
     for scope in (old, new):

@@ -340,6 +340,16 @@ def names(results: list[Result]) -> list[str]:
 
 
 @needs_cpu_build
+def test_a_rehearsal_of_captured_steps() -> None:
+    """Streams and events in captures are those of CUDA's rules; values are not compared."""
+    words = ["-m", "fake_cuda.rehearsal", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, *words, "tests/gpu/test_gpu_graphs.py", "-k", "fsdp2 or delayed"]
+    own = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | own, capture_output=True, text=True)
+    assert "13 passed" in done.stdout, done.stderr + done.stdout
+
+
+@needs_cpu_build
 def test_a_rehearsal(tmp_path: Path) -> None:
     """Run a few cases of each stage. Failures are written, and not tried again in their process."""
     path = tmp_path / "results.jsonl"

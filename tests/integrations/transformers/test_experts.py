@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from captures import captured
 from expecttest import assert_expected_inline
 from hf_experts import IDS, different, made, step
 from hf_models import build
 from reference import raised, same_bits, sqnr
 
-from fp8_dist import convert_to_linear
+from fp8_dist import convert_to_linear, update_float8_scales
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 
 BF16 = torch.bfloat16
@@ -127,6 +128,17 @@ def test_experts_that_cannot_be_converted() -> None:
 convert_experts_to_float8_training: model.layers.0.feed_forward.experts can't be converted: its class does not use transformers' experts interface, which passes the experts of each token (those of Llama 4 multiply every token, scaled by the router before). Exclude it in module_filter_fn
 convert_experts_to_float8_training: the model has no experts that are known, or module_filter_fn admits none; those of transformers are known from its release 5 on, and experts of your own need the attribute float8_weight_names
 convert_experts_to_float8_training: config must be a Float8ExpertsConfig, got 'mxfp8'; Float8ExpertsConfig.from_recipe_name(name) makes one from a recipe's name""",
+    )
+
+
+def test_experts_are_not_captured() -> None:
+    model = made("olmoe", "mxfp8")
+    with captured():
+        text = raised(NotImplementedError, lambda: update_float8_scales(model))
+    assert_expected_inline(
+        text,
+        """\
+update_float8_scales: a CUDA graph is being captured, and can't replay a step of model.layers.0.mlp.experts.gate_up_proj, which belongs to experts, whose numbers of rows the host reads; leave them out, or run steps without a graph""",
     )
 
 

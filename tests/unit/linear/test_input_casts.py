@@ -5,6 +5,7 @@ from weakref import ref
 
 import pytest
 import torch
+from captures import captured
 from reference import same_bits
 from torch import Tensor
 
@@ -42,6 +43,20 @@ def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
     (first,), (second,) = (cast_input(part, PLAN) for part in parts)
     for found, part in zip((first, second), parts, strict=True):
         assert same_bits(found.qdata, cast_local(part, PLAN)[0][0].qdata)
+
+
+def test_a_capture_has_casts_of_its_own() -> None:
+    x = torch.randn(8, 64)
+    casts = [cast_input(x, PLAN)[0].qdata]
+    for _ in range(2):
+        with captured():
+            casts += [cast_input(x, PLAN)[0].qdata for _ in range(2)]
+    casts.append(cast_input(x, PLAN)[0].qdata)
+    eager, first, again, second, other, after = casts
+    assert first is again
+    assert second is other
+    assert len({*map(id, casts)}) == 4
+    assert all(same_bits(cast, eager) for cast in (first, second, after))
 
 
 def test_a_cast_that_nothing_keeps_is_freed() -> None:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.device import current_stream, is_captured
+from fp8_dist.device import current_capture, current_stream
 from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.launch import DTYPES, OF_ROWS, STEPS, STRIPES
 from fp8_dist.kernels.quantization import as_matrix
@@ -167,12 +167,9 @@ def _amaxes(x: torch.Tensor, covers: Sequence[str]) -> list[torch.Tensor]:
 
 
 def are_alike(first: torch.Tensor, others: Sequence[torch.Tensor], by_row: bool = False) -> bool:
-    """Return whether one launch can read all of the tensors by their addresses.
-
-    This is not the case while a CUDA graph is captured, because the graph would outlive them.
-    """
+    """Return whether one launch can read all of the tensors by their addresses."""
     alike = all(x.dtype is first.dtype and x.is_contiguous() for x in others)
-    return first.dtype in DTYPES and first.is_contiguous() and alike and not is_captured(first)
+    return first.dtype in DTYPES and first.is_contiguous() and alike
 
 
 @launch.fused(amax_of_tensors, are_alike)
@@ -213,7 +210,12 @@ def table_of(
         "SPLITS": splits,
     }
     device = first.device
-    return (len(rows), splits), _table_of(table, device, current_stream(device)), how
+    if current_capture():
+        # Each replay copies it again, from pinned memory that torch does not reuse.
+        copy = torch.tensor(table, dtype=torch.int64).pin_memory().to(device, non_blocking=True)
+    else:
+        copy = _table_of(table, device, current_stream(device))
+    return (len(rows), splits), copy, how
 
 
 @lru_cache(maxsize=64)
