@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fp8_dist.device import current_capture
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.fsdp_internals import fsdp_init_shards
@@ -173,7 +174,8 @@ def check_agreement(module: nn.Module, caller: str) -> None:
     Call it before raising an error for a module without converted layers: other ranks may have
     some. In the capture of a CUDA graph, also check that a graph can train the weights.
     """
-    check_captured(float8_weights(module), caller)
+    if current_capture():
+        check_captured(float8_weights(module), caller)
     if agreement.needs_comparison(module):
         reshard(module, caller)
         agreement.check_layers(module, float8_modules(module), caller)

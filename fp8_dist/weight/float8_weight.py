@@ -229,7 +229,7 @@ class Float8Weight:
 
     def why_not_captured(self) -> str:
         """The reason why a CUDA graph can't train the weight, with a remedy; empty if it can."""
-        if self._histories:
+        if self.histories:
             return "has amax histories in Python; use a recipe without DELAYED scales"
         if self.shard().device != self.device:
             return "is on the CPU; leave out CPUOffloadPolicy"

@@ -132,8 +132,8 @@ def weights_of_model(module: nn.Module, caller: str) -> dict[str, Float8Weight]:
 
 
 def check_captured(weights: Mapping[str, Float8Weight], caller: str) -> None:
-    """In the capture of a CUDA graph, raise if the graph can't train one of the weights."""
-    for fqn, weight in weights.items() if current_capture() else ():
+    """Raise NotImplementedError if a CUDA graph can't train one of the weights."""
+    for fqn, weight in weights.items():
         if reason := weight.why_not_captured():
             raise NotImplementedError(
                 f"{caller}: a CUDA graph is being captured, and can't replay a step of {fqn}, "
@@ -143,9 +143,9 @@ def check_captured(weights: Mapping[str, Float8Weight], caller: str) -> None:
 
 def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     """Record an event that later gathers wait for, after this stream computed scales and casts."""
-    if torch.cuda.is_initialized():
+    if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
         ready = torch.cuda.current_stream().record_event(), current_capture()
-        for weight in weights:
+        for weight in on_gpu:
             weight.scales_ready = ready
 
 
