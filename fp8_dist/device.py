@@ -163,6 +163,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 _numbers = itertools.count(1)
 # The number of the capture that is under way (0: none), and what replays of its graph call.
 _capture: tuple[int, dict[Hashable, Callable[[], None]]] = 0, {}
+_replays = 0  # of all graphs
 
 
 def current_capture() -> int:
@@ -175,13 +176,22 @@ def current_capture() -> int:
     return (_capture[0] or next(_numbers)) if is_captured else 0
 
 
+def number_of_replays() -> int:
+    """Return how many replays of CUDA graphs have begun, any of which may write to any tensor."""
+    return _replays
+
+
 def call_at_replays(key: Hashable, function: Callable[[], None]) -> None:
     """While a graph is captured, let each of its replays call a function; one per key."""
     if _capture[0]:
         _capture[1][key] = function
 
 
-def _follow_graphs(graph: Any) -> None:
+def with_numbers(graph: Any) -> tuple[Callable[..., None], ...]:
+    """The methods of a class of CUDA graphs that begin and end a capture, and replay it.
+
+    They also number captures, and call what replays are to call.
+    """
     # torch does not tell captures apart, and replays write to tensors without any other trace.
     begin, end, run = graph.capture_begin, graph.capture_end, graph.replay
 
@@ -200,16 +210,20 @@ def _follow_graphs(graph: Any) -> None:
 
     @wraps(run)
     def replay(self: Any) -> None:
+        global _replays
+        _replays += 1
         run(self)
         for call in getattr(self, "fp8_dist_calls", {}).values():
             call()
 
-    torch.cuda.CUDAGraph.capture_begin = capture_begin  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.capture_end = capture_end  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign]
+    return capture_begin, capture_end, replay
 
 
-_follow_graphs(torch.cuda.CUDAGraph)
+(
+    torch.cuda.CUDAGraph.capture_begin,  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.capture_end,  # type: ignore[method-assign]
+    torch.cuda.CUDAGraph.replay,  # type: ignore[method-assign]
+) = with_numbers(torch.cuda.CUDAGraph)
 
 
 def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ statistics of the whole weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.device import current_capture
+from fp8_dist.device import call_at_replays, current_capture
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.fsdp_internals import fsdp_init_shards
@@ -68,7 +69,7 @@ def _measure(weights: Mapping[Float8Weight, Kept]) -> dict[Key, _Measured]:
             # of the tensors' addresses.
             alone = None
             if weight.gathered_as is not None and not isinstance(scheme, Dense):
-                local, alone = local.to(weight.gathered_as), weight
+                local, alone = local.to(weight.gathered_as), id(weight.parameter())
             kind = scheme, alone, local.dtype, local.device, device
             groups.setdefault(kind, {})[id(weight.parameter()), scheme] = weight, layout, local
     measured = {}
@@ -160,6 +161,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         chosen = _dynamic_weights(module)
     # Unsharded weights still have the values from before the optimizer step.
     reshard(module, _CALLER)
+    call_at_replays(id(module), partial(reshard, module, _CALLER))
     fsdp_init_shards(module)
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}

@@ -177,6 +177,7 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
     """Yield the modules with a name that a pattern matches. A module may have several names."""
     if not pattern:
         yield module
+        return
     token, _, rest = pattern.partition(".")
     for name, child in module._modules.items():
         if child is not None and fnmatch(name, token):

@@ -281,7 +281,8 @@ class _Ranks:
             return make_group([self._mesh])
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return ()
-        world: Any = dist.group.WORLD
+        world = dist.group.WORLD
+        assert world is not None
         if not self._groups:  # the first time
             facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
             if difference := first_difference(facts, [world], self._device().type):

@@ -1,7 +1,5 @@
 """Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import Shard
 
@@ -25,9 +23,12 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
         )
 
 
-def check_local_features(weight: Any, input: Any, fqn: str) -> None:
-    """Raise ValueError if the local parts of DTensors on one mesh differ in their features."""
-    for w, x in zip(weight.placements, input.placements, strict=True):
+def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
+    """Raise ValueError if the local input and the local weight differ in their features."""
+    w_layout, x_layout = Layout.of(weight), Layout.of(input)
+    if w_layout is None or x_layout is None:
+        return
+    for w, x in zip(w_layout.placements, x_layout.placements, strict=True):
         # (A _StridedShard input is redistributed before the GEMM.)
         if type(w) is type(x) is Shard and (w.dim, x.dim) == (1, input.ndim - 1):
             features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]

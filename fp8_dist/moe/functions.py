@@ -259,7 +259,7 @@ class _Up(torch.autograd.Function):
         if grad_x is not None and routing is not None:
             slots = _returned(grad_x, routing, config)
             by_token = slots.view(routing.tokens, routing.top_k, slots.shape[1])
-            grad_x = by_token.sum(1)  # torch adds in fp32, and rounds once
+            grad_x = by_token.sum(1, dtype=torch.float32).to(slots.dtype)
         return grad_x, None, None, None, *grad_weights, *[None for _ in unused]
 
 

@@ -228,8 +228,8 @@ def _gradient_operands(
     t = input.scales[0].view(-1) if weight_dtype and not scheme.is_recast_for_rows else None
     if s is None and t is None:
         return for_rows, for_weights
-    experts = len(groups.counts)
-    ones = input.scales[0].new_ones(experts, 1, input.qdata.shape[1])
+    experts, features = len(groups.counts), (input if s is None else weights).qdata.shape[-1]
+    ones = grad.scales[0].new_ones(experts, 1, features)
     gradient, expert_of_row = (grad.qdata, grad.scales[0]), groups.group_of_row
     folded = iter(fold_groups(*gradient, s, t, expert_of_row, experts, source))
     if s is not None:

@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fp8_dist import mesh
 from fp8_dist import torch_internals as internals
-from fp8_dist.device import current_capture, current_stream
+from fp8_dist.device import current_capture, current_stream, number_of_replays
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand import observers
@@ -241,8 +241,9 @@ def _cache_key(x: torch.Tensor) -> Any:
     if (version := internals.version_of(x)) is None:
         return None
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
-    # (A CUDA graph must contain its casts.)
-    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device), current_capture()
+    # A CUDA graph must contain its casts, and its replays may write to the input.
+    graphs = current_capture(), number_of_replays()
+    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device), graphs
 
 
 def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:

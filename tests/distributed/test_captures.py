@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,28 @@ def test_a_replay_is_noticed(
             update_float8_scales(world.net)
             change(world.net, 3.0, graph)
             with torch.no_grad():
+                outputs.append(world.net(x).clone())
+        if not torch.equal(*outputs):
+            wrong.append(name)
+    return wrong
+
+
+@on_ranks(2, returns=[])
+def test_weights_that_were_gathered_before_a_replay_are_gathered_again() -> list[str]:
+    wrong = []
+    for name in NAMES:
+        outputs = []
+        for leaves_gathered in (False, True):
+            world = Distributed(2, 1, config=config_of(name, True))
+            x = world.mine(torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1)))
+            sharded = SimpleNamespace(parameters=[*world.net.parameters()].copy)
+            with captured() as graph:
+                update_float8_scales(world.net)
+            with torch.no_grad():
+                if leaves_gathered:
+                    world.net(x)  # FSDP2 does not reshard the root
+                multiply(sharded, 3.0)
+                graph.replay()
                 outputs.append(world.net(x).clone())
         if not torch.equal(*outputs):
             wrong.append(name)

@@ -27,7 +27,7 @@ def captured() -> Iterator[Any]:
 
     answers = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
     with patch.multiple(torch.cuda, CUDAGraph=Graph, **answers):
-        device._follow_graphs(Graph)
+        Graph.capture_begin, Graph.capture_end, Graph.replay = device.with_numbers(Graph)
         graph = Graph()
         graph.capture_begin()
         try:
@@ -37,7 +37,7 @@ def captured() -> Iterator[Any]:
 
 
 @torch.no_grad()
-def multiply(model: torch.nn.Module, factor: float) -> None:
+def multiply(model: Any, factor: float) -> None:
     """Multiply weights unnoticed, as a replay does."""
     for parameter in model.parameters():
         plain = KnownWeight.unwrap(local_tensor(parameter))

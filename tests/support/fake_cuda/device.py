@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fake_cuda import streams
 from fake_cuda.triton_kernels import intercept_launches
 from fp8_dist import torch_internals
+from fp8_dist.device import with_numbers
 from fp8_dist.kernels.cuda import gemm
 from fp8_dist.scaling import dense
 from scripts.plan.world import HostValues
@@ -78,7 +79,9 @@ def pretend() -> None:
             setattr(
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
-    torch.cuda.CUDAGraph.__bases__ = (streams.Graph,)
+    graph: Any = streams.Graph
+    graph.capture_begin, graph.capture_end, graph.replay = with_numbers(graph)
+    torch.cuda.CUDAGraph = graph  # type: ignore[misc]
     torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined]
     dense.stores_transposed = lambda device: True  # (Otherwise this depends on Triton's ptxas.)
     gemm.device_kind = lambda device: "hopper"  # (A CPU build has no CUDA version.)

@@ -111,7 +111,7 @@ class Capture:
 
 
 class Graph:
-    """A replacement of the base class of ``torch.cuda.CUDAGraph``.
+    """A replacement of ``torch.cuda.CUDAGraph``.
 
     The operators of a capture run when they are captured, and the current stream waits for them in
     each replay.
@@ -123,7 +123,7 @@ class Graph:
     def __init__(self, keep_graph: bool = False) -> None:
         pass
 
-    def capture_begin(self, pool: Any = None, capture_error_mode: str = "") -> None:
+    def capture_begin(self, *_: Any, **__: Any) -> None:
         if current_stream() is default_stream():
             raise RuntimeError("a capture can't begin on the default stream")
         self.capture = Capture(current_stream())

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8_dist import Float8LinearConfig
 from fp8_dist.operand.prepare import cast_input, cast_local
 from fp8_dist.scaling import CastPlan
+from fp8_dist.torch_internals import unnoticed_writes
 
 PLAN = CastPlan(Float8LinearConfig.from_recipe_name("rowwise_folded").recipe.schemes["input"])
 
@@ -57,6 +58,19 @@ def test_a_capture_has_casts_of_its_own() -> None:
     assert second is other
     assert len({*map(id, casts)}) == 4
     assert all(same_bits(cast, eager) for cast in (first, second, after))
+
+
+def test_a_replay_may_have_written_to_an_input() -> None:
+    x = torch.randn(8, 64)
+    with captured() as graph:
+        pass
+    before = cast_input(x, PLAN)[0]
+    with unnoticed_writes(x):
+        x.mul_(torch.randn(8, 64))
+    graph.replay()
+    after, expected = cast_input(x, PLAN)[0], cast_local(x, PLAN)[0][0]
+    assert before.qdata is not after.qdata
+    assert same_bits(after.qdata, expected.qdata)
 
 
 def test_a_cast_that_nothing_keeps_is_freed() -> None:
