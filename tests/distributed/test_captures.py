@@ -10,9 +10,16 @@ import torch
 from captures import captured, multiply
 from nets import Distributed, full
 from rank_tests import on_ranks
+from ranks import device_mesh
 from test_kept_casts import config_of
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from fp8_dist import invalidate_float8_scales, update_float8_scales
+from fp8_dist import (
+    convert_to_float8_training,
+    invalidate_float8_scales,
+    update_float8_scales,
+)
 
 NAMES = ["tensorwise", "rowwise_folded", "blockwise", "mxfp8", "mxfp8 mxfp4"]
 Capture = Callable[[], AbstractContextManager[Any]]
@@ -148,17 +155,19 @@ def test_weights_that_were_gathered_before_a_replay_are_gathered_again() -> list
     for name in NAMES:
         outputs = []
         for leaves_gathered in (False, True):
-            world = Distributed(2, 1, config=config_of(name, True))
-            x = world.mine(torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(1)))
-            sharded = SimpleNamespace(parameters=[*world.net.parameters()].copy)
+            torch.manual_seed(0)
+            net = nn.Sequential(nn.Linear(128, 256, bias=False), nn.Linear(256, 64, bias=False))
+            convert_to_float8_training(net, config=config_of(name, True))
+            fully_shard(net, mesh=device_mesh(dp=2))
+            sharded = SimpleNamespace(parameters=[*net.parameters()].copy)
             with captured() as graph:
-                update_float8_scales(world.net)
+                update_float8_scales(net)
             with torch.no_grad():
                 if leaves_gathered:
-                    world.net(x)  # FSDP2 does not reshard the root
+                    net(torch.ones(4, 128))  # FSDP2 does not reshard the root
                 multiply(sharded, 3.0)
                 graph.replay()
-                outputs.append(world.net(x).clone())
+                outputs.append(net(torch.ones(4, 128)).clone())
         if not torch.equal(*outputs):
             wrong.append(name)
     return wrong
