@@ -11,6 +11,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist import fsdp_internals as internals
+from fp8_dist.device import call_at_replays
 from fp8_dist.fsdp.weight import wrap_sharded
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import warn_once
@@ -53,7 +54,10 @@ internals.when_fsdp_shards(_when_sharded)
 
 
 def reshard(module: nn.Module, caller: str) -> None:
-    """Reshard all FSDP modules, which puts their sharded parameters back in place."""
+    """Reshard all FSDP modules, which puts their sharded parameters back in place.
+
+    In the capture of a CUDA graph, let its replays do so, too.
+    """
     names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
     for part, name in names.items() if in_backward() else ():
         if any(map(internals.fsdp_is_running, internals.fsdp_groups_of_module(part))):
@@ -64,6 +68,7 @@ def reshard(module: nn.Module, caller: str) -> None:
             )
     for part in names:
         part.reshard()
+        call_at_replays(id(part), part.reshard)
 
 
 def _check_gathers(group: Any) -> None:

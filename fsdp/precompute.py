@@ -13,7 +13,6 @@ statistics of the whole weight.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fp8_dist.device import call_at_replays, current_capture
+from fp8_dist.device import current_capture
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.fsdp_internals import fsdp_init_shards
@@ -161,7 +160,6 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         chosen = _dynamic_weights(module)
     # Unsharded weights still have the values from before the optimizer step.
     reshard(module, _CALLER)
-    call_at_replays(id(module), partial(reshard, module, _CALLER))
     fsdp_init_shards(module)
     _check_weights(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}

@@ -329,8 +329,8 @@ class Scheme:
 
         Args:
             known: the statistics of all tensors, flat.
-            sizes: how many bytes of the data each tensor takes, at least those of its elements. The
-                rest is not initialized.
+            sizes: how many bytes of the data each tensor takes. With one scale per tensor or row
+                they may be more than those of its elements; the rest is not initialized.
             packed: pack the data (:meth:`pack`).
 
         Returns:
