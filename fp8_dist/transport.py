@@ -111,12 +111,17 @@ def sum_decoded(
     return torch.cat(sums, -1) if len(sums) > 1 else sums[0]
 
 
-def start_all_to_all(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def start_all_to_all(
+    rows: torch.Tensor, group: dist.ProcessGroup, peers: range | None = None
+) -> torch.Tensor:
     """Send ``rows[i]`` to rank i of a group. Row i of the result comes from rank i.
 
     The result is in flight until ``funcol.wait_tensor``.
+
+    Args:
+        peers: the ranks that exchange rows, in place of all ranks: ``rows[i]`` goes to the i-th.
     """
-    sizes = [1] * len(rows)
+    sizes = [int(peers is None or rank in peers) for rank in range(group.size())]
     return funcol.all_to_all_single(rows.contiguous(), sizes, sizes, str(group.group_name))
 
 
@@ -125,12 +130,14 @@ def _gathered(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return funcol.wait_tensor(gathered)
 
 
-def exchanged(x: torch.Tensor, runs: Sequence[Part], group: dist.ProcessGroup) -> torch.Tensor:
-    """Encode ``[W, S]``, send ``x[i]`` to rank i, and return the bytes ``[W, B]`` for this rank.
+def exchanged(
+    rows: torch.Tensor, group: dist.ProcessGroup, peers: range | None = None
+) -> torch.Tensor:
+    """Run :func:`start_all_to_all` to its end.
 
     Collectives: an all-to-all.
     """
-    return funcol.wait_tensor(start_all_to_all(encode(x, runs, x.dtype), group))
+    return funcol.wait_tensor(start_all_to_all(rows, group, peers))
 
 
 def all_reduce(
@@ -155,7 +162,8 @@ def all_reduce(
     ]
     x_of_ranks, rank = torch.cat(pieces, -1), group.rank()
     runs = runs_of(shares)
-    total = sum_decoded(exchanged(x_of_ranks, runs, group), runs, x.dtype, x_of_ranks[rank], rank)
+    received = exchanged(encode(x_of_ranks, runs, x.dtype), group)
+    total = sum_decoded(received, runs, x.dtype, x_of_ranks[rank], rank)
     sum_parts = (p._replace(encoding="bf16" if p.encoding == "float8" else None) for p in shares)
     runs = runs_of(sum_parts)
     wire = encode(total.div_(divisor), runs, x.dtype)

@@ -1,4 +1,4 @@
-"""Reductions of FSDP2's gradients: sent in float8, bf16 or fp32, and summed in rank order.
+"""Reductions of FSDP2's gradients: sent in float8, bf16 or fp32, and summed in a fixed order.
 
 Note [One sum on any number of ranks]. The owner of a shard starts from the gradient that it has
 accumulated, and adds the pieces of ranks 0, 1, ..., W - 1 in fp32. If rank r runs micro-batches r,
@@ -8,6 +8,16 @@ piece is encoded too, also on a single rank, and no block spans two rows of dim 
 are -0, the neutral element: on a single rank FSDP2 assigns the first gradient of a step, so that a
 gradient of -0 stays -0.
 
+Note [Two hops]. Of E gradients with b bytes each, NCCL's ring sends E b / g bytes per GPU from node
+to node, if each node has g of the N ranks. An exchange between all ranks sends E b (N - g) / N,
+several times as many. So a group that spans nodes with g > 1 exchanges pieces within each node
+first: the rank at place p of a node gets, from each rank of the node, the pieces for the ranks at
+place p of all nodes. It sums them in fp32, encodes the sums, and exchanges them with the ranks at
+its place: E b (N - g) / (N g). The owner of a shard then adds the sums of nodes, in the order of
+nodes. With :func:`micro_batches` these are sums of g consecutive micro-batches on any number of
+nodes. Each hop is an all-to-all of the whole group in which other ranks get 0 bytes, so that no
+groups are made for it.
+
 Note [Ranks that use different parameters]. FSDP2 reduces the gradients that a rank has, but another
 rank may have gradients of another head, adapter or expert. A message of these alone would be added
 to a message of other parameters. So each message of a group has all its trained parameters, with -0
@@ -16,19 +26,22 @@ not. If the numbers of a parameter add up to 0, its gradient stays None, as on a
 last number is the module's, to detect ranks that reduce the gradients of different modules.
 """
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist import transport as wire
 from fp8_dist.mesh import local_tensor
-from fp8_dist.text import without_wrappers
+from fp8_dist.text import warn_once, without_wrappers
 from fp8_dist.torch_internals import STAND_INS
 from fp8_dist.weight import agreement, weights
 
@@ -38,6 +51,20 @@ Filter = Callable[[str, nn.Parameter], bool]
 
 _CALLER = "set_gradient_transport"
 _ENCODED = ("float8", "bf16")
+
+
+class Hops(NamedTuple):
+    """How a message travels between the ranks of a group; see Note [Two hops].
+
+    Attributes:
+        ranks: the number of ranks on each node; 1 if nodes are not known or not alike.
+        are_two: whether there are two hops, or one exchange between all ranks.
+        within: the encoding of what stays within a node; None for that of the transport.
+    """
+
+    ranks: int
+    are_two: bool
+    within: wire.Encoding
 
 
 class EncodedReduction:
@@ -51,7 +78,12 @@ class EncodedReduction:
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(
-        self, module: str, number: int, group: Any, encodings: dict[str, wire.Encoding]
+        self,
+        module: str,
+        number: int,
+        group: Any,
+        encodings: dict[str, wire.Encoding],
+        hops: Hops,
     ) -> None:
         shapes = internals.fsdp_padded_shapes(group).items()
         self.parts_of = {
@@ -60,8 +92,9 @@ class EncodedReduction:
         }
         self.module = module
         self.encodings = encodings  # by the names of parameters
-        self.number = number % 256  # which bf16 can represent
-        self.group = group
+        # bf16 can represent it, and its sum over a node.
+        self.number = number % max(1, 256 // hops.ranks if hops.are_two else 256)
+        self.group, self.hops = group, hops
         # State of the current reduction.
         self.used: set[Any] = set()  # the parameters for which this rank has gradients
         self.parameters: list[Any] = []  # the parameters of the message
@@ -75,6 +108,12 @@ class EncodedReduction:
         if internals.fsdp_ranks(self.group) > 1:
             parts.append(wire.Part(len(parts) + 1, None))
         return parts
+
+    @property
+    def parts_within(self) -> list[wire.Part]:
+        """The parts of a message that stays within a node."""
+        how = self.hops.within
+        return [p._replace(encoding=how) if how and p.encoding else p for p in self.parts]
 
     def complete(self, runs: bool) -> None:
         """Add gradients of -0, see Note [Ranks that use different parameters]."""
@@ -159,22 +198,41 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        rows, runs = input_tensor.view(group.size(), -1), wire.runs_of(self.parts)
-        assert rows.shape[1] == sum(run.size for run in runs), (rows.shape, self.parts)
-        received = wire.exchanged(rows, runs, group)
-        # On other devices this check would make the host wait.
-        if received.is_cpu and not isinstance(received, STAND_INS):
-            self._check_modules(received[:, -rows.itemsize :].contiguous().view(rows.dtype))
+        ranks, rank, per_node = group.size(), group.rank(), self.hops.ranks
+        rows, dtype = input_tensor.view(ranks, -1), input_tensor.dtype
+        assert rows.shape[1] == sum(part.size for part in self.parts), (rows.shape, self.parts)
+        peers, parts = range(ranks), self.parts if per_node == 1 else self.parts_within
+        if self.hops.are_two:
+            first, runs = rank - rank % per_node, wire.runs_of(parts)
+            message = wire.encode(rows, runs, dtype).unflatten(0, (-1, per_node)).transpose(0, 1)
+            received = self._exchanged(message, range(first, first + per_node), dtype)
+            rows = wire.sum_decoded(received, runs, dtype)
+            peers, parts = range(rank % per_node, ranks, per_node), self.parts
+        runs = wire.runs_of(parts)
+        received = self._exchanged(wire.encode(rows, runs, dtype), peers, dtype)
         # A mean is divided before the accumulated gradient is added, so it can't start from that.
         adds = self.is_final and internals.fsdp_sums(self.group)
         start = self._accumulated(rows) if adds else None
-        total = wire.sum_decoded(received, runs, rows.dtype, start)
+        total = wire.sum_decoded(received, runs, dtype, start)
         output_tensor.copy_(total.div_(internals.fsdp_divisor(self.group, op, group)))
 
-    def _check_modules(self, numbers: torch.Tensor) -> None:
+    def _exchanged(self, message: torch.Tensor, peers: range, dtype: torch.dtype) -> torch.Tensor:
+        """Exchange a message ``[len(peers), ...]``, whose last number is that of the module."""
+        group = internals.fsdp_reduce_scatter_group(self.group)
+        received = message if len(peers) == 1 else wire.exchanged(message, group, peers)
+        # On other devices this check would make the host wait.
+        if received.is_cpu and not isinstance(received, STAND_INS):
+            last = received.flatten(1)[:, -dtype.itemsize :]
+            self._check_modules(
+                last.clone(memory_format=torch.contiguous_format).view(dtype), peers
+            )
+        return received
+
+    def _check_modules(self, numbers: torch.Tensor, peers: range) -> None:
         """Raise ValueError if ranks have sent pieces of different modules."""
         group = internals.fsdp_reduce_scatter_group(self.group)
-        ranks, expected = dist.get_process_group_ranks(group), numbers[group.rank()]
+        ranks = [dist.get_global_rank(group, peer) for peer in peers]
+        expected = numbers[peers.index(group.rank())]
         if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
             raise ValueError(
                 f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
@@ -218,7 +276,12 @@ class EncodedReplicas(NamedTuple):
 
 
 def set_gradient_transport(
-    model: nn.Module, transport: Transport | None, *, high_precision: Filter | None = None
+    model: nn.Module,
+    transport: Transport | None,
+    *,
+    high_precision: Filter | None = None,
+    nodes: DeviceMesh | None = None,
+    within_nodes: Literal["float8", "bf16"] | None = None,
 ) -> None:
     """Encode the gradients of FSDP2's parameters for their reduction, and sum them in order.
 
@@ -228,6 +291,12 @@ def set_gradient_transport(
     has accumulated. **With** :func:`micro_batches`, **the sum is then the same, bit for bit, on any
     number of ranks.** Without it the bits depend on the number of ranks. Repeated runs on one mesh
     have the same bits either way.
+
+    If the ranks are on several nodes, with the same number g > 1 of them on each, pieces travel in
+    two hops: an all-to-all within each node, whose sums are encoded, and one between the ranks at
+    the same place in their nodes. This sends 1 / g of the bytes between nodes. With
+    :func:`micro_batches` the sum is then the same on any number of nodes of g ranks. (On one node
+    too, if ``nodes`` names it.)
 
     With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard, except
     that a rank's own part is not encoded. An all-gather of the sums follows, in bf16 with
@@ -243,6 +312,12 @@ def set_gradient_transport(
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
             without the segments that wrappers add (``_orig_mod``).
+        nodes: a 2-D mesh that has the ranks of each node in a row. By default, rank r is on node
+            ``r // LOCAL_WORLD_SIZE``, as torchrun numbers ranks, and one node has one hop; without
+            this variable, all ranks are on one node. Rows of one rank give one hop on any number of
+            nodes.
+        within_nodes: the transport of what stays within a node, ``"float8"`` or ``"bf16"``; by
+            default, ``transport``.
 
     Ranks may use different parameters of a module, such as heads, adapters or experts of a
     ModuleList. A rank sends zeros for those that it did not use. A parameter that no rank used has
@@ -254,12 +329,13 @@ def set_gradient_transport(
     the numbers that FSDP2 would reduce are encoded.
 
     Collectives: in a step, only those above. In this call, a comparison of the arguments between
-    the ranks of each mesh, as in ``apply_tp_plan``.
+    the ranks of each mesh, as in ``apply_tp_plan``, and of LOCAL_WORLD_SIZE.
 
     Raises:
         TypeError, ValueError: for invalid arguments, a model without FSDP2, modules with several
             parameter groups or with another custom reduce-scatter, a transport that would encode no
-            gradient, or arguments that differ between ranks.
+            gradient, nodes with different numbers of the ranks, or arguments that differ between
+            ranks. (A launch of different numbers of ranks per node leads to a warning and one hop.)
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
     weights.checked_module(model)
@@ -271,12 +347,21 @@ def set_gradient_transport(
             f"{_CALLER}: high_precision is {high_precision!r}; it must be a function of a "
             "parameter's name and the parameter, such as lambda name, p: 'embed' in name"
         )
-    if transport not in _ENCODED and high_precision is not None:
+    if not (nodes is None or (isinstance(nodes, DeviceMesh) and nodes.ndim == 2)):
+        raise TypeError(
+            f"{_CALLER}: nodes is {nodes!r}; it must be a 2-D DeviceMesh, with a row for each node"
+        )
+    if within_nodes not in (*_ENCODED, None):
         raise ValueError(
-            f"{_CALLER}: high_precision is about how gradients are encoded, and "
+            f"{_CALLER}: within_nodes is {within_nodes!r}; it must be one of {(*_ENCODED, None)}"
+        )
+    given = {"high_precision": high_precision, "within_nodes": within_nodes}
+    if transport not in _ENCODED and (unused := [n for n, v in given.items() if v is not None]):
+        raise ValueError(
+            f"{_CALLER}: {' and '.join(unused)} is about how gradients are encoded, and "
             f"transport={transport!r} encodes none; drop it"
         )
-    reductions = _reductions(model, transport, high_precision)
+    reductions = _reductions(model, transport, high_precision, partial(_hops, nodes, within_nodes))
     if not agreement.has_stand_ins(model.parameters()):
         _check_agreement(reductions)
     internals.announce_fsdp_reductions(EncodedReduction)
@@ -289,9 +374,13 @@ def set_gradient_transport(
 
 
 def _reductions(
-    model: nn.Module, transport: Transport | None, high_precision: Filter | None
+    model: nn.Module,
+    transport: Transport | None,
+    high_precision: Filter | None,
+    hops_of: Callable[[dist.ProcessGroup, bool], Hops],
 ) -> list[EncodedReduction]:
     """Return a reduction for each parameter group of a model."""
+    hops: dict[dist.ProcessGroup, Hops] = {}
     # The keys of model.state_dict().
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     reductions = []
@@ -305,13 +394,59 @@ def _reductions(
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
             encodings[name] = None if is_kept or transport == "fp32" else transport
-        reductions.append(EncodedReduction(module, number, group, encodings))
+        ranks = internals.fsdp_reduce_scatter_group(group)
+        if ranks not in hops:
+            hops[ranks] = hops_of(ranks, agreement.has_stand_ins(_parameters(group)))
+        reductions.append(EncodedReduction(module, number, group, encodings, hops[ranks]))
     if transport in _ENCODED and not any(any(r.encodings.values()) for r in reductions):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
             "fewer than 2 dims, or high_precision is true for them"
         )
     return reductions
+
+
+def _hops(
+    nodes: DeviceMesh | None, within: wire.Encoding, group: dist.ProcessGroup, is_fake: bool
+) -> Hops:
+    """Return how messages travel in a group, the same on all of its ranks.
+
+    Args:
+        nodes, within: arguments of :func:`set_gradient_transport`.
+        is_fake: whether there is no other rank to ask.
+
+    Collectives: an all-gather of one number, which ``comm_audit`` does not count.
+    """
+    ranks, local = dist.get_process_group_ranks(group), os.environ.get("LOCAL_WORLD_SIZE")
+    sizes = {local} if is_fake else {*agreement.gathered(local, group)}
+    if nodes is not None:
+        node_of = {rank: i for i, row in enumerate(nodes.mesh.tolist()) for rank in row}
+    elif within is not None and None in sizes:
+        raise ValueError(
+            f"{_CALLER}: within_nodes={within!r}, but LOCAL_WORLD_SIZE is not set (torchrun sets "
+            "it), so which ranks share a node is not known; pass nodes"
+        )
+    else:
+        size = int(local or dist.get_world_size())
+        node_of = {rank: rank // size for rank in ranks}
+    places = [node_of.get(rank) for rank in ranks]
+    count = len({*places})
+    is_even = [len([*run]) for _, run in groupby(places)] == [len(ranks) // count] * count
+    if nodes is not None and not (is_even and None not in places):
+        raise ValueError(
+            f"{_CALLER}: FSDP2 reduces gradients over ranks {ranks}, and nodes has them in rows "
+            f"{places}; each row must have the same number of them, one after the other"
+        )
+    if nodes is None and not (is_even and len(sizes) == 1):
+        warn_once(
+            "uneven nodes",
+            f"{_CALLER}: the ranks that share gradients ({len(ranks)}) are not divided evenly over "
+            "the nodes, in order, so gradients travel in one hop, and several times as many bytes "
+            "cross between nodes. Launch the same number of ranks on each node, or pass nodes",
+        )
+        return Hops(1, False, within)
+    per_node = len(ranks) // count
+    return Hops(per_node, per_node > 1 and (count > 1 or nodes is not None), within)
 
 
 def _parameters(group: Any) -> list[nn.Parameter]:
@@ -328,6 +463,7 @@ def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
         for mesh in {reduction.group.mesh_info.mesh, *meshes}:
             for name, encoding in reduction.encodings.items():
                 facts.of(mesh)[f"the transport of the gradient of {name}"] = str(encoding)
+            facts.of(mesh)[f"how gradients of {reduction.module} travel"] = str(reduction.hops)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from gradient_wire import Uneven, backward, data, shard_of_mean
+from gradient_wire import Uneven, backward, data, nodes_of, shard_of_mean
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, sqnr
@@ -53,25 +53,30 @@ def _with_spare(net: Uneven, rank: int) -> None:
     backward(net, rank, spare=True)
 
 
-def wrong_bits(transport: Any, spare: bool) -> list[str]:
+def wrong_bits(transport: Any, spare: bool, per_node: int = 1, within: Any = None) -> list[str]:
     """Parameters whose gradient shard differs, in either of two runs, from a locally computed mean.
 
     Without `spare`, a parameter between two others is frozen as well.
+
+    per_node: the ranks on each node; 1: there is one hop.
     """
     mesh, own = device_mesh(dp=dist.get_world_size()), dist.get_rank()
+    nodes = None if per_node == 1 else nodes_of(per_node)
     each = [single_rank_gradients(rank, not spare, spare=spare) for rank in range(mesh.size())]
     wrong = []
     for _ in range(2):
         net = sharded(mesh)
         net.flat.requires_grad_(spare)
-        set_gradient_transport(net, transport)
+        set_gradient_transport(net, transport, nodes=nodes, within_nodes=within)
         backward(net, own, spare=spare)
         for name, p in net.named_parameters():
             if p.grad is None or name not in each[0]:
                 wrong += [name] * ((p.grad is None) != (name not in each[0]))
                 continue
-            how = transport if p.ndim > 1 else None
-            expected = shard_of_mean([gradients[name] for gradients in each], own, how)
+            how = transport if p.ndim > 1 and transport != "fp32" else None
+            first = how and (within or how)
+            whole = [gradients[name] for gradients in each]
+            expected = shard_of_mean(whole, own, how, per_node, first)
             wrong += [name] * (not torch.equal(local_tensor(p.grad), expected))
     return wrong
 
@@ -82,6 +87,23 @@ def test_shards_are_the_sums_of_what_arrived(
 ) -> None:
     for spare in (False, True):
         assert ranks(world_size).run(wrong_bits, transport, spare) == [[]] * world_size
+
+
+@pytest.mark.parametrize(
+    ("world_size", "per_node", "transport", "within"),
+    [
+        (4, 2, "float8", None),
+        (4, 4, "float8", "bf16"),
+        (8, 4, "bf16", "float8"),
+        (8, 2, "fp32", None),
+    ],
+)
+def test_shards_are_sums_over_nodes(
+    ranks: RankPools, world_size: int, per_node: int, transport: str, within: str | None
+) -> None:
+    for spare in (False, True):
+        found = ranks(world_size).run(wrong_bits, transport, spare, per_node, within)
+        assert found == [[]] * world_size
 
 
 def sqnrs(

@@ -23,6 +23,7 @@ from one_sum import (
     built,
     differing,
     mesh_of,
+    nodes_of,
     optimizer_of,
     sums,
     train,
@@ -73,6 +74,42 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
     found = check(ranks, sizes, "tensorwise", transport, DTYPES[compute])
     own = ranks(1).run(on_all_ranks, "tensorwise", None, DTYPES[compute])[0]
     assert (differing(found, own) == []) == (transport != "float8")
+
+
+def differing_between_nodes(steps: int, *arguments: Any, **options: Any) -> list[list[str]]:
+    """Weights of 2, 4 nodes of 2 ranks that differ from those of one, and of 2 nodes of 4."""
+    found = []
+    for per_node in (2, 4):
+        runs = []
+        for nodes in (1, 2, 4)[: 8 // per_node]:
+            how = {"nodes": nodes_of(nodes, per_node)}
+            mesh = mesh_of(nodes * per_node)
+            runs.append(trained(mesh, *arguments, steps=steps, how=how, **options))
+        found += [differing(runs[0], run) for run in runs[1:]]
+    return found
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_weights_do_not_depend_on_the_number_of_nodes(ranks: RankPools, transport: str) -> None:
+    assert ranks(8).run_same(differing_between_nodes, 2, "tensorwise", transport) == [[]] * 3
+    assert ranks(8).run_same(differing_from_one_hop, transport)
+
+
+def differing_from_one_hop(transport: str) -> list[str]:
+    two_hops = trained(mesh_of(4), transport=transport, how={"nodes": nodes_of(2, 2)})
+    return differing(two_hops, trained(mesh_of(4), transport=transport))
+
+
+def test_ranks_that_idle_on_some_nodes(ranks: RankPools) -> None:
+    found = ranks(8).run_same(differing_between_nodes, 2, "mxfp8", "float8", count=5)
+    assert found == [[]] * 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_twenty_steps_on_nodes(ranks: RankPools, recipe: str, transport: str) -> None:
+    assert ranks(8).run_same(differing_between_nodes, 20, recipe, transport) == [[]] * 3
 
 
 def test_numbers_of_micro_batches_and_rounding(ranks: RankPools) -> None:

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from ranks import device_mesh
 from reference import nearest
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 BLOCK = 128
 
@@ -54,18 +57,37 @@ def _float8_block(block: torch.Tensor) -> torch.Tensor:
     return (nearest(values / scale, torch.float8_e4m3fn) * scale).float()
 
 
+def nodes_of(per_node: int) -> DeviceMesh:
+    """The ranks of the world on nodes of `per_node` ranks each."""
+    return device_mesh(node=dist.get_world_size() // per_node, place=per_node)
+
+
 def shard_of_mean(
-    gradients: Sequence[torch.Tensor], owner: int, transport: str | None
+    gradients: Sequence[torch.Tensor],
+    owner: int,
+    transport: str | None,
+    per_node: int = 1,
+    within: str | None = None,
 ) -> torch.Tensor:
     """The mean of a parameter's gradients over ranks, in the shard of one owner: fp32.
 
     gradients: the full gradients of all ranks. transport: None if they are sent unencoded.
+    per_node: the ranks on each node, whose sums are sent; 1: there are no nodes.
+    within: the transport within nodes.
     """
     rows = -(-len(gradients[0]) // len(gradients))
-    total = torch.zeros_like(gradients[0][owner * rows : (owner + 1) * rows])
-    for gradient in gradients:
-        piece = gradient[owner * rows : (owner + 1) * rows]
-        if transport is not None and len(piece):
-            piece = torch.stack([on_the_wire(row.flatten(), transport) for row in piece])
-        total += piece.view(total.shape)
+    pieces = [gradient[owner * rows : (owner + 1) * rows] for gradient in gradients]
+    if per_node > 1:
+        sent = [_sent(piece, within) for piece in pieces]
+        pieces = [sum(sent[i + 1 : i + per_node], sent[i]) for i in range(0, len(sent), per_node)]
+    total = torch.zeros_like(pieces[0])
+    for piece in pieces:
+        total += _sent(piece, transport)
     return total / len(gradients)
+
+
+def _sent(piece: torch.Tensor, transport: str | None) -> torch.Tensor:
+    if transport is None or not len(piece):
+        return piece
+    rows = [on_the_wire(row.flatten(), transport) for row in piece]
+    return torch.stack(rows).view(piece.shape)

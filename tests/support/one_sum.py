@@ -54,6 +54,12 @@ def mesh_of(size: int, device: str = "cpu") -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=("others", "dp"))["dp"]
 
 
+def nodes_of(count: int, per_node: int) -> DeviceMesh:
+    """The nodes of `mesh_of(count * per_node)`, and of the other ranks likewise."""
+    others = dist.get_world_size() // (count * per_node)
+    return init_device_mesh("cpu", (others * count, per_node))
+
+
 def sums(model: nn.Module) -> None:
     """Make FSDP2 sum gradients instead of averaging them."""
     for module in model.modules():
