@@ -61,18 +61,27 @@ def runs_of(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(runs)
 
 
-def encode(x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype) -> torch.Tensor:
+def encode(
+    x: torch.Tensor, runs: Sequence[Part], dtype: torch.dtype, per_node: int | None = None
+) -> torch.Tensor:
     """Encode ``[..., S]`` of any floating dtype as bytes ``[..., B]``, exponents included.
 
     Args:
         dtype: the dtype in which numbers without an encoding are sent.
+        per_node: the number of ranks on a node; then ``[W, S]``, with a row for each rank, becomes
+            ``[per_node, W / per_node, B]``, with the rows of ranks at one place in their nodes
+            together.
     """
+
+    def ordered(piece: torch.Tensor) -> torch.Tensor:
+        return piece if per_node is None else piece.unflatten(0, (-1, per_node)).transpose(0, 1)
+
     pieces: list[torch.Tensor] = []
     for run, part in zip(runs, x.split([run.size for run in runs], -1), strict=True):
         if run.encoding == "float8":
-            pieces += map(run.flat, encoding.encode_float8(run.rows(part)))
+            pieces += [ordered(run.flat(y)) for y in encoding.encode_float8(run.rows(part))]
         else:
-            part = part.to(torch.bfloat16 if run.encoding == "bf16" else dtype)
+            part = ordered(part.to(torch.bfloat16 if run.encoding == "bf16" else dtype))
             pieces.append(part.contiguous().view(torch.uint8))
     return encoding.pack_rows(pieces[0], pieces[1:]) if len(pieces) > 1 else pieces[0]
 

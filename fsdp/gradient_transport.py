@@ -204,7 +204,7 @@ class EncodedReduction:
         peers, parts = range(ranks), self.parts if per_node == 1 else self.parts_within
         if self.hops.are_two:
             first, runs = rank - rank % per_node, wire.runs_of(parts)
-            message = wire.encode(rows, runs, dtype).unflatten(0, (-1, per_node)).transpose(0, 1)
+            message = wire.encode(rows, runs, dtype, per_node)
             received = self._exchanged(message, range(first, first + per_node), dtype)
             rows = wire.sum_decoded(received, runs, dtype)
             peers, parts = range(rank % per_node, ranks, per_node), self.parts
@@ -418,7 +418,7 @@ def _hops(
     Collectives: an all-gather of one number, which ``comm_audit`` does not count.
     """
     ranks, local = dist.get_process_group_ranks(group), os.environ.get("LOCAL_WORLD_SIZE")
-    sizes = {local} if is_fake else {*agreement.gathered(local, group)}
+    sizes = {local} if is_fake else {*agreement.objects_of_ranks(local, group)}
     if nodes is not None:
         node_of = {rank: i for i, row in enumerate(nodes.mesh.tolist()) for rank in row}
     elif within is not None and None in sizes:
@@ -434,8 +434,8 @@ def _hops(
     is_even = [len([*run]) for _, run in groupby(places)] == [len(ranks) // count] * count
     if nodes is not None and not (is_even and None not in places):
         raise ValueError(
-            f"{_CALLER}: FSDP2 reduces gradients over ranks {ranks}, and nodes has them in rows "
-            f"{places}; each row must have the same number of them, one after the other"
+            f"{_CALLER}: each row of nodes must have the same number of the ranks that share "
+            f"gradients, in their order ({len(ranks)} from rank {ranks[0]} on)"
         )
     if nodes is None and not (is_even and len(sizes) == 1):
         warn_once(

@@ -116,12 +116,12 @@ def first_difference(
             return None
     by_rank = {dist.get_rank(): dict(facts)}
     for group in groups:
-        parts = gathered(by_rank, group)
+        parts = objects_of_ranks(by_rank, group)
         by_rank = {rank: facts for part in parts for rank, facts in part.items()}
     return _describe_difference(dict(sorted(by_rank.items())))
 
 
-def gathered(value: _T, group: dist.ProcessGroup) -> list[_T]:
+def objects_of_ranks(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """Return the objects of all ranks of a group, unseen by dispatch modes."""
     values: list[Any] = [None] * group.size()
     with without_dispatch_modes(), torch.inference_mode(False):

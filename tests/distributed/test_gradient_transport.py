@@ -1,6 +1,7 @@
 """Gradient transport under FSDP2: sums, bytes, other features of FSDP2, and refusals."""
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fp8_dist import text
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.mesh import local_tensor
@@ -138,12 +140,13 @@ def wire(
     transport: Any,
     axes: dict[str, int],
     reduce_dtype: torch.dtype | None = None,
+    per_node: int | None = None,
 ) -> str:
     """The collectives of a backward's reductions: 131,072 elements of a matrix, 512 of a bias."""
     mesh = device_mesh(**axes)
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     net = fully_shard(nn.Linear(256, 512), mesh=mesh, mp_policy=policy)
-    set_gradient_transport(net, transport)
+    set_gradient_transport(net, transport, nodes=per_node and nodes_of(per_node))
     output = net(torch.randn(4, 256)).sum()
     with comm_audit(mesh) as audit:
         output.backward()
@@ -160,6 +163,9 @@ def test_bytes(ranks: RankPools) -> None:
     # What is not encoded travels in reduce_dtype.
     with_bf16 = ranks(2).run_same(wire, "float8", {"dp": 2}, torch.bfloat16)
     found += f"float8, bf16 else\n{with_bf16}"
+    for transport in ("fp32", "bf16", "float8"):
+        found += f"{transport} on two nodes of 2\n"
+        found += ranks(4).run_same(wire, transport, {"dp": 4}, None, 2)
     assert_expected_inline(
         found,
         """\
@@ -189,6 +195,15 @@ float8, bf16 else
 all_to_all torch.float8_e4m3fn over dp: 1, 131,072 B
 all_to_all torch.uint8 over dp: 0, 1,024 B
 all_to_all torch.bfloat16 over dp: 0, 1,036 B
+fp32 on two nodes of 2
+all_to_all torch.float32 over dp: 2, 789,576 B
+bf16 on two nodes of 2
+all_to_all torch.bfloat16 over dp: 2, 393,216 B
+all_to_all torch.float32 over dp: 0, 3,144 B
+float8 on two nodes of 2
+all_to_all torch.float8_e4m3fn over dp: 2, 196,608 B
+all_to_all torch.uint8 over dp: 0, 1,536 B
+all_to_all torch.float32 over dp: 0, 3,144 B
 """,
     )
 
@@ -224,9 +239,10 @@ def _divided(net: Uneven, rank: int) -> None:
     backward(net, rank)
 
 
-@on_ranks(3)
-def test_with_what_else_is_done() -> None:
-    bf16 = torch.bfloat16
+@pytest.mark.parametrize(("size", "per_node"), [(3, None), (4, 2)])
+@on_ranks("size")
+def test_with_what_else_is_done(size: int, per_node: int | None) -> None:
+    bf16, nodes = torch.bfloat16, per_node and nodes_of(per_node)
     ways: list[tuple[Callable[[Uneven, int], None], dict[str, Any]]] = [
         *((run, {}) for run in (_micro_batches, _reduced_each, _scaled, _clipped, _compiled)),
         (_divided, {}),
@@ -237,9 +253,9 @@ def test_with_what_else_is_done() -> None:
         (_reduced_each, {"reshard_after_forward": False}),
     ]
     for run, how in ways:
-        found = sqnrs(None, run, how, transport="float8")
+        found = sqnrs(None, run, how, transport="float8", nodes=nodes)
         # (Some parameters are so small that their SQNR hangs on a few values.)
-        assert min(found.values()) > 28, (run, how, found)
+        assert min(found.values()) > (28 if nodes is None else 26), (run, how, found)
 
 
 # (Sums are rounded a second time. The smallest parameter has 111 elements.)
@@ -283,6 +299,42 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(F.relu(self.up(x))) * self.gate(x)
+
+
+def hops_of(axes: dict[str, int], local: list[str | None], **how: Any) -> list[int]:
+    """The bytes of each all-to-all of a backward. local: LOCAL_WORLD_SIZE of each rank."""
+    mesh, rank = device_mesh(**axes), dist.get_rank()
+    net = Gated(mesh) if "tp" in axes else fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        if (value := local[rank % len(local)]) is not None:
+            patch.setenv("LOCAL_WORLD_SIZE", value)
+        else:
+            patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        text._warned.clear()
+        set_gradient_transport(net, "float8", **how)
+    output = net(torch.randn(4, 64, generator=torch.Generator().manual_seed(rank)))
+    with comm_audit(mesh) as audit:
+        output.float().sum().backward()
+    found = [r.elements for r in audit.rows if r.op == "all_to_all" and not r.in_mixed_gather]
+    warned = ["one hop" in str(each.message) for each in caught]
+    return [audit.count("all_to_all"), *found, *map(int, warned)]
+
+
+def test_where_there_are_two_hops(ranks: RankPools) -> None:
+    """Of 4,096 gradients, or 20,480 of a tensor-parallel rank."""
+    one, two = [1, 4096], [2, 4096 + 2048]
+    for axes, local, expected in (
+        ({"dp": 4}, ["2"], two),
+        ({"dp": 4}, ["1"], one),
+        ({"dp": 4}, ["4"], one),
+        ({"dp": 4}, [None], one),
+        ({"dp": 4}, ["3", "3", "3", "1"], [*one, 1]),
+        ({"dp": 4}, ["3"], [*one, 1]),
+        ({"dp": 2, "tp": 2}, ["2"], [1, 20480]),  # tensor parallelism fills the node
+        ({"tp": 2, "dp": 2}, ["2"], [1, 20480]),
+    ):
+        assert ranks(4).run_same(hops_of, axes, local) == expected, (axes, local)
+    assert ranks(8).run_same(hops_of, {"dp": 4, "tp": 2}, ["4"]) == [2, 20480 + 10240]
 
 
 @on_ranks(4)
@@ -353,6 +405,10 @@ def refusals() -> dict[str, str]:
         "ranks differ": lambda: call(net, "bf16" if dist.get_rank() else "float8"),
         "shared group": lambda: call(together.flat, "bf16"),
         "filter of all": lambda: call(net, "bf16", high_precision=lambda name, p: True),
+        "within": lambda: call(net, "bf16", within_nodes="fp32"),
+        "within of nothing": lambda: call(net, "fp32", within_nodes="bf16"),
+        "unknown nodes": lambda: call(net, "float8", within_nodes="bf16"),
+        "other nodes": lambda: call(net, "float8", nodes=DeviceMesh("cpu", [[0]])),
     }
     found = {name: raised(ValueError, each) for name, each in calls.items()}
     sum_of_fp64 = layer_in_fp64(torch.ones(2, 8).double()).sum()
@@ -360,6 +416,7 @@ def refusals() -> dict[str, str]:
     types: dict[str, Callable[[], None]] = {
         "filter": lambda: call(net, "bf16", high_precision="norm"),
         "model": lambda: call([net], "bf16"),
+        "nodes": lambda: call(net, "bf16", nodes=mesh),
     }
     return found | {name: raised(TypeError, each) for name, each in types.items()}
 
@@ -380,7 +437,12 @@ replicated: set_gradient_transport: the root module is replicated (replicate, no
 ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
 filter of all: set_gradient_transport: transport='bf16' would encode no gradient: all parameters have fewer than 2 dims, or high_precision is true for them
+within: set_gradient_transport: within_nodes is 'fp32'; it must be one of ('float8', 'bf16', None)
+within of nothing: set_gradient_transport: within_nodes is about how gradients are encoded, and transport='fp32' encodes none; drop it
+unknown nodes: set_gradient_transport: within_nodes='bf16', but LOCAL_WORLD_SIZE is not set (torchrun sets it), so which ranks share a node is not known; pass nodes
+other nodes: set_gradient_transport: each row of nodes must have the same number of the ranks that share gradients, in their order (2 from rank 0 on)
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
-model: expected a model (an nn.Module), got a list""",
+model: expected a model (an nn.Module), got a list
+nodes: set_gradient_transport: nodes is DeviceMesh((dp=2), 'cpu'); it must be a 2-D DeviceMesh, with a row for each node""",
     )

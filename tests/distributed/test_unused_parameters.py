@@ -1,5 +1,6 @@
 """Micro-batches that use different parameters of one FSDP2 group: heads, adapters, experts."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from delayed_steps import DELAYED, GATHERED, amaxes, delayed
+from gradient_wire import nodes_of
 from one_sum import Weights, differing, optimizer_of, sums
 from ranks import RankPools, device_mesh
 from reference import raised
@@ -123,6 +125,18 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
             assert names == unused, size
 
 
+def trained_on_nodes(transport: str) -> tuple[Weights, list[list[str]]]:
+    return trained(transport, nodes=nodes_of(2))
+
+
+@pytest.mark.parametrize("transport", ["fp32", "float8"])
+def test_weights_do_not_depend_on_the_number_of_nodes(ranks: RankPools, transport: str) -> None:
+    expected, unused = ranks(2).run(trained_on_nodes, transport)[0]
+    assert unused == ranks(1).run(trained, transport)[0][1]
+    for weights, names in ranks(4).run(trained_on_nodes, transport):
+        assert (differing(expected, weights), names) == ([], unused)
+
+
 def wrong_histories(config: Float8LinearConfig) -> list[str]:
     """Histories of weights that differ from the amaxes of the steps in which the weight was used.
 
@@ -162,7 +176,9 @@ def test_histories_of_weights_that_some_ranks_use(ranks: RankPools) -> None:
         assert ranks(size).run(wrong_histories, config) == [[]] * size, (size, config)
 
 
-def wrong_means(transport: Any, axes: dict[str, int], syncs: Sequence[bool]) -> list[str]:
+def wrong_means(
+    transport: Any, axes: dict[str, int], syncs: Sequence[bool], per_node: int | None = None
+) -> list[str]:
     """What is wrong with the mean of each parameter's gradient over ranks, each with tasks of its own.
 
     syncs: for each of a rank's micro-batches whether gradients are reduced after it. (Under HSDP,
@@ -171,7 +187,7 @@ def wrong_means(transport: Any, axes: dict[str, int], syncs: Sequence[bool]) -> 
     mesh, rank, wrong = device_mesh(**axes), dist.get_rank(), []
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     net = sharded(mesh, mp_policy=policy)
-    set_gradient_transport(net, transport)
+    set_gradient_transport(net, transport, nodes=per_node and nodes_of(per_node))
     switch = net.set_requires_all_reduce if mesh.ndim > 1 else net.set_requires_gradient_sync
     for i, is_reduced in enumerate(syncs):
         switch(is_reduced)  # type: ignore[operator]
@@ -215,6 +231,9 @@ def test_means_without_micro_batches(ranks: RankPools, transport: str) -> None:
     ):
         size = 4 if axes == {"replicas": 2, "dp": 2} else sum(axes.values()) - ("replicas" in axes)
         assert ranks(size).run(wrong_means, transport, axes, syncs) == [[]] * size, (axes, syncs)
+    for axes in ({"dp": 4}, {"replicas": 2, "dp": 4}):  # on nodes of 2
+        size = math.prod(axes.values())
+        assert ranks(size).run(wrong_means, transport, axes, (False, True), 2) == [[]] * size, axes
 
 
 def collectives_of(transport: Any, tasks: Sequence[int]) -> int:
@@ -262,14 +281,18 @@ def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
         assert {"heads.1.bias", "block.adapters.1.weight"} <= {*alone[0]} & {*two[0]}
 
 
-def step_with_other_modules() -> str:
-    """The error when each rank runs another one of two heads that are sharded separately."""
-    mesh = device_mesh(dp=2)
+def step_with_other_modules(per_rank: int = 1) -> str:
+    """The error when some ranks run another one of two heads that are sharded separately.
+
+    per_rank: the number of neighboring ranks that run the same head.
+    """
+    mesh = device_mesh(dp=dist.get_world_size())
+    nodes = None if mesh.size() == 2 else nodes_of(2)
     net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
     for head in net.values():
         fully_shard(head, mesh=mesh)
-    set_gradient_transport(net, "float8")
-    head = net[("first", "second")[dist.get_rank()]]
+    set_gradient_transport(net, "float8", nodes=nodes)
+    head = net[("first", "second")[dist.get_rank() // per_rank % 2]]
     return raised(ValueError, head(torch.ones(2, 8)).sum().backward)
 
 
@@ -277,3 +300,7 @@ def test_modules_that_only_some_ranks_run(ranks: RankPools) -> None:
     first, second = ranks(2).run(step_with_other_modules)
     assert "rank 0 reduces the gradients of first while ranks [1] reduce" in first
     assert "rank 1 reduces the gradients of second while ranks [0] reduce" in second
+    # Within a node, and between nodes.
+    for per_rank, others in ((1, [1]), (2, [2])):
+        found = ranks(4).run(step_with_other_modules, per_rank)[0]
+        assert f"rank 0 reduces the gradients of first while ranks {others} reduce" in found

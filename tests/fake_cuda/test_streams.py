@@ -17,7 +17,7 @@ from fake_cuda.world import meshes
 from one_sum import sums
 from stream_hazards import Hazards
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fp8_dist import (
@@ -50,6 +50,7 @@ class Training:
     pending: bool = False  # a gather is under way at the optimizer's step and the update
     invalidate: bool = False  # what that gather reads has been dropped
     transport: bool = False  # gradients in float8, summed from those that are accumulated
+    nodes: bool = False  # the ranks are on two nodes
     alone: bool = False  # on one rank
     captured: bool = False  # each step begins with the update; all but the first are CUDA graphs
 
@@ -89,7 +90,8 @@ def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
             after.set_modules_to_backward_prefetch([before])
     if training.transport:
         sums(model)
-        set_gradient_transport(model, "float8")
+        nodes = init_device_mesh("cuda", (2, 4)) if training.nodes else None
+        set_gradient_transport(model, "float8", nodes=nodes)
     return model
 
 
@@ -170,6 +172,7 @@ OPTIONS = {
     "event, explicit": {"event": True, "explicit": True},
     "event, asynchronous": {"event": True, "unshard_async": True, "micro_batches": 3},
     "transport": {"transport": True, "micro_batches": 3, "prefetch": True},
+    "transport, nodes": {"transport": True, "nodes": True, "micro_batches": 3, "prefetch": True},
     "transport, alone": {"transport": True, "alone": True, "micro_batches": 3},
     "aside": {"aside": True, "micro_batches": 1, "explicit": True},
     "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
@@ -189,7 +192,13 @@ CASES = {
         *("captured", "captured, event", "captured, asynchronous", "captured, aside"),
     ),
     "rowwise": ("event, prefetch",),
-    "rowwise_folded": ("transport", "event, explicit", "aside, parts", "captured, event"),
+    "rowwise_folded": (
+        "transport",
+        "transport, nodes",
+        "event, explicit",
+        "aside, parts",
+        "captured, event",
+    ),
     "mxfp4": ("prefetch", "aside", "captured, event"),
     "delayed": ("event, prefetch", "aside, event"),
 }
