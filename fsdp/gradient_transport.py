@@ -355,12 +355,13 @@ def set_gradient_transport(
         raise ValueError(
             f"{_CALLER}: within_nodes is {within_nodes!r}; it must be one of {(*_ENCODED, None)}"
         )
-    given = {"high_precision": high_precision, "within_nodes": within_nodes}
-    if transport not in _ENCODED and (unused := [n for n, v in given.items() if v is not None]):
+    if transport not in _ENCODED and (high_precision, within_nodes) != (None, None):
         raise ValueError(
-            f"{_CALLER}: {' and '.join(unused)} is about how gradients are encoded, and "
-            f"transport={transport!r} encodes none; drop it"
+            f"{_CALLER}: high_precision and within_nodes are about how gradients are encoded, and "
+            f"transport={transport!r} encodes none; drop them"
         )
+    if transport is None and nodes is not None:
+        raise ValueError(f"{_CALLER}: nodes is for a transport, and transport is None; drop it")
     reductions = _reductions(model, transport, high_precision, partial(_hops, nodes, within_nodes))
     if not agreement.has_stand_ins(model.parameters()):
         _check_agreement(reductions)
@@ -395,7 +396,9 @@ def _reductions(
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
             encodings[name] = None if is_kept or transport == "fp32" else transport
         ranks = internals.fsdp_reduce_scatter_group(group)
-        if ranks not in hops:
+        if transport is None:
+            hops[ranks] = Hops(1, False, None)
+        elif ranks not in hops:
             hops[ranks] = hops_of(ranks, agreement.has_stand_ins(_parameters(group)))
         reductions.append(EncodedReduction(module, number, group, encodings, hops[ranks]))
     if transport in _ENCODED and not any(any(r.encodings.values()) for r in reductions):

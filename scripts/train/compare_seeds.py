@@ -70,6 +70,8 @@ class Comparison(NamedTuple):
 IN_BF16: dict[str, Any] = {"recipe": BF16}
 IN_FP32 = IN_BF16 | {"compute": "fp32"}
 IN_PARTS = {"micro_batches": 8}  # so that one rank has the same bits as several
+ON_NODES = {"gpus_per_node": 2}  # so that one node has the same bits as several
+TWO_HOPS = "float8 in two hops"
 OVER_TP: dict[str, Any] = {"recipe": "tensorwise", "tp": 2}
 COMPARISONS = {
     "recipes": Comparison(
@@ -93,8 +95,17 @@ COMPARISONS = {
     ),
     # (Not with bf16 transport, which does not round gradients of a bf16 backward.)
     "gradients": Comparison(
-        {how: IN_PARTS | IN_BF16 | {"gradient_transport": how} for how in (FP32, "float8")},
-        [Limit("float8", FP32, 0.5)],
+        {
+            name: IN_PARTS | IN_BF16 | {"gradient_transport": how} | more
+            for name, how, more in (
+                (FP32, FP32, {}),
+                ("float8", "float8", {}),
+                (TWO_HOPS, "float8", ON_NODES),
+                (f"{TWO_HOPS}, bf16 within nodes", "float8", ON_NODES | {"within_nodes": "bf16"}),
+            )
+        },
+        [Limit("float8", FP32, 0.5), Limit(TWO_HOPS, FP32, 0.5)],
+        ranks=2,
     ),
     "fp32-compute": Comparison(
         {how: IN_PARTS | IN_FP32 | {"gradient_transport": how} for how in (FP32, "bf16")},

@@ -31,6 +31,9 @@ def make_parser(module: str, description: str | None) -> argparse.ArgumentParser
     add("--compile", action="store_true", help="torch.compile each transformer block")
     wire = "how FSDP2's gradients travel; default: in fp32, by its own reduce-scatter"
     add("--gradient-transport", choices=["float8", "bf16", "fp32"], help=wire)
+    nodes = "ranks of each node, also if it is the only one; default: as launched"
+    add("--gpus-per-node", type=positive, metavar="N", help=f"{nodes}, for --gradient-transport")
+    add("--within-nodes", choices=["float8", "bf16"], help="how they travel within a node")
     sums = "how sums of tensor parallelism's reduce-scatters travel; default: in bf16, by torch's"
     add("--reduce-transport", choices=["float8", "bf16"], help=sums)
     add("--steps", type=positive, default=120)
@@ -124,6 +127,10 @@ def problems(args: argparse.Namespace, world_size: int) -> Iterator[str]:
         yield f"--batch-size {args.batch_size} is not a multiple of --micro-batches"
     if args.micro_batches is not None and args.gradient_transport is None and args.dp > 1:
         yield "--micro-batches needs a --gradient-transport where --dp is 2 or more"
+    if args.gradient_transport is None and (args.gpus_per_node, args.within_nodes) != (None, None):
+        yield "--gpus-per-node and --within-nodes need a --gradient-transport"
+    if args.gpus_per_node is not None and world_size % args.gpus_per_node:
+        yield f"--gpus-per-node {args.gpus_per_node} does not divide the {world_size} ranks"
     if args.reduce_transport is not None and (args.tp == 1 or args.recipe == BF16):
         yield (
             "--reduce-transport needs --tp 2 or more and a float8 --recipe: it is for the "

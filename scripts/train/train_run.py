@@ -61,7 +61,11 @@ class Trainer:
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
         if args.gradient_transport is not None:
-            set_gradient_transport(self.model, args.gradient_transport)
+            nodes, per_node = None, args.gpus_per_node
+            if per_node is not None:
+                nodes = init_device_mesh(device.type, (dist.get_world_size() // per_node, per_node))
+            how = {"nodes": nodes, "within_nodes": args.within_nodes}
+            set_gradient_transport(self.model, args.gradient_transport, **how)
         self.after_step = after_step(args.recipe, sharded=True)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

@@ -131,6 +131,16 @@ def test_gradients_that_stay_in_high_precision(ranks: RankPools) -> None:
     assert 30 < found["wide.weight"] < 60
 
 
+@on_ranks(4)
+def test_sqnr_of_two_hops() -> None:
+    """bf16 within nodes makes up for the second rounding."""
+    for within, least, most in ((None, 27, 31), ("bf16", 29.5, 35)):
+        found = sqnrs(transport="float8", nodes=nodes_of(2), within_nodes=within)
+        encoded = [ratio for ratio in found.values() if ratio < 100]
+        assert len(encoded) == 4
+        assert least < min(encoded) <= max(encoded) < most, (within, found)
+
+
 def _is_spare(name: str, parameter: nn.Parameter) -> bool:
     assert isinstance(parameter, nn.Parameter)
     return name.startswith("spare")
@@ -406,6 +416,7 @@ def refusals() -> dict[str, str]:
         "shared group": lambda: call(together.flat, "bf16"),
         "filter of all": lambda: call(net, "bf16", high_precision=lambda name, p: True),
         "within": lambda: call(net, "bf16", within_nodes="fp32"),
+        "nodes of nothing": lambda: call(net, None, nodes=nodes_of(2)),
         "within of nothing": lambda: call(net, "fp32", within_nodes="bf16"),
         "unknown nodes": lambda: call(net, "float8", within_nodes="bf16"),
         "other nodes": lambda: call(net, "float8", nodes=DeviceMesh("cpu", [[0]])),
@@ -431,14 +442,15 @@ def test_refusals(ranks: RankPools) -> None:
         """\
 transport: set_gradient_transport: transport is 'fp8'; it must be one of ('float8', 'bf16', 'fp32', None)
 not sharded: set_gradient_transport: the Linear has no module that fully_shard was called on; call it after fully_shard
-filter of nothing: set_gradient_transport: high_precision is about how gradients are encoded, and transport=None encodes none; drop it
+filter of nothing: set_gradient_transport: high_precision and within_nodes are about how gradients are encoded, and transport=None encodes none; drop them
 custom: set_gradient_transport: wide has a reduce-scatter of its own (OwnReduceScatter, of set_custom_reduce_scatter or of memory from the process group), which would be replaced
 replicated: set_gradient_transport: the root module is replicated (replicate, not fully_shard): its gradients are all-reduced, and there is no reduce-scatter
 ranks differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: float8 on rank 0; bf16 on rank 1. Give it the same arguments on all ranks
 shared group: set_gradient_transport: a parameter group of FSDP2 (fully_shard of a list) has parameters outside of the module that was passed; pass one that holds all of them
 filter of all: set_gradient_transport: transport='bf16' would encode no gradient: all parameters have fewer than 2 dims, or high_precision is true for them
 within: set_gradient_transport: within_nodes is 'fp32'; it must be one of ('float8', 'bf16', None)
-within of nothing: set_gradient_transport: within_nodes is about how gradients are encoded, and transport='fp32' encodes none; drop it
+nodes of nothing: set_gradient_transport: nodes is for a transport, and transport is None; drop it
+within of nothing: set_gradient_transport: high_precision and within_nodes are about how gradients are encoded, and transport='fp32' encodes none; drop them
 unknown nodes: set_gradient_transport: within_nodes='bf16', but LOCAL_WORLD_SIZE is not set (torchrun sets it), so which ranks share a node is not known; pass nodes
 other nodes: set_gradient_transport: each row of nodes must have the same number of the ranks that share gradients, in their order (2 from rank 0 on)
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
