@@ -106,7 +106,7 @@ def test_commands_of_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     def run(command: list[str], **_: object) -> SimpleNamespace:
         commands.append(command)
         words = command[command.index("scripts.train.train") + 1 :]
-        ranks = 2 if "--tp=2" in words else 1
+        ranks = 2 if "torch.distributed.run" in command else 1
         args = parse_options(make_parser("train", ""), words, world_size=ranks)
         args.out.mkdir(parents=True)
         (args.out / "metrics.jsonl").write_text('{"loss": 3.0}\n{"loss": 2.5}\n')
