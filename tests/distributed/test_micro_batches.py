@@ -188,10 +188,11 @@ def test_the_page(ranks: RankPools) -> None:
     assert differing(alone, ranks(3).run(by_the_page)[0]) == []
 
 
-def gradients(special: bool, transport: str) -> Weights:
+def gradients(special: bool, transport: str, per_node: int | None = None) -> Weights:
     """Gradients of a step; `special`: one micro-batch has NaN, infinity and -0 in some of them."""
     size = dist.get_world_size()
-    model = built(mesh_of(size), None, transport, torch.float32)
+    nodes = per_node and nodes_of(size // per_node, per_node)
+    model = built(mesh_of(size), None, transport, torch.float32, nodes=nodes)
 
     def order(*arguments: Any) -> Any:
         for index, weight in micro_batches(*arguments):
@@ -220,6 +221,12 @@ def test_special_gradients(ranks: RankPools, transport: str) -> None:
                 {n: g.nan_to_num(7) for n, g in alone.items()},
                 {n: g.nan_to_num(7) for n, g in found.items()},
             )
+        node, nodes = (ranks(size).run(gradients, special, transport, 2)[0] for size in (2, 4))
+        assert not differing(
+            {n: g.nan_to_num(7) for n, g in node.items()},
+            {n: g.nan_to_num(7) for n, g in nodes.items()},
+        )
+        assert all(torch.equal(g.isfinite(), node[n].isfinite()) for n, g in alone.items())
         up, bias = alone["up.weight"], alone["up.bias"]
         assert not up[9].count_nonzero()
         assert bool(up[7].isnan().all()) == bool(bias[70].isinf()) == special
@@ -238,12 +245,13 @@ class Scaled(nn.Module):
         return (self.weight * x).sum()
 
 
-def zeros() -> torch.Tensor:
+def zeros(per_node: int | None = None) -> torch.Tensor:
     """A gradient of -0, and the tensor that the first micro-batch left, which FSDP2 adds to."""
     mesh = mesh_of(dist.get_world_size())
     net = fully_shard(Scaled(), mesh=mesh)
     sums(net)
-    set_gradient_transport(net, "fp32")
+    nodes = per_node and nodes_of(mesh.size() // per_node, per_node)
+    set_gradient_transport(net, "fp32", nodes=nodes)
     for _ in range(2):
         for _index, weight in micro_batches(4, mesh):
             # The gradient of a rank that idles is +0 here, before it is left out.
@@ -254,8 +262,8 @@ def zeros() -> torch.Tensor:
 
 
 def test_zeros_keep_their_sign(ranks: RankPools) -> None:
-    for size in (1, 2, 3):
-        assert ranks(size).run(zeros)[0].signbit().all()
+    for size, per_node in ((1, None), (2, None), (3, None), (2, 2), (4, 2)):
+        assert ranks(size).run(zeros, per_node)[0].signbit().all()
 
 
 @on_ranks(2)
