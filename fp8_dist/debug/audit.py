@@ -67,6 +67,8 @@ class CommRow:
     elements: int
     bytes: int
     bf16_bytes: int
+    bytes_within: int = 0
+    bytes_between: int = 0
 
     @property
     def float8_bytes(self) -> int:
@@ -79,14 +81,16 @@ class CommRow:
         return self.bytes - self.float8_bytes
 
 
-# The fields of a CommRow that are summed.
-_NUMBERS: dict[str, Any] = {"count": 0, "elements": 0, "bytes": 0, "bf16_bytes": 0}
+# The fields of a CommRow with what is sent, and their headings; all fields that are summed.
+_SENT = {"bytes_within": "within nodes", "bytes_between": "between nodes"}
+_NUMBERS: dict[str, Any] = dict.fromkeys(("count", "elements", "bytes", "bf16_bytes", *_SENT), 0)
 
 
 class CommTable:
     """The rows of collectives, and their totals."""
 
-    def __init__(self, rows: Iterable[CommRow] = ()) -> None:
+    def __init__(self, rows: Iterable[CommRow] = (), gpus_per_node: int | None = None) -> None:
+        self.gpus_per_node = gpus_per_node
         self._rows: dict[CommRow, CommRow] = {}  # keyed by the row with its numbers set to 0
         for row in rows:
             self.add(row)
@@ -126,13 +130,14 @@ class CommTable:
 
     def without_modules(self) -> "CommTable":
         """Return a table of the same collectives, summed over modules."""
-        return CommTable(replace(row, module="") for row in self.rows)
+        return CommTable((replace(row, module="") for row in self.rows), self.gpus_per_node)
 
     def table(self, by_module: bool = False, baseline: bool = False) -> str:
         """Return the rows as text, with totals.
 
         A ``+`` in place of a count marks data whose messages another line, of the same op and axis,
-        counts.
+        counts. With ``gpus_per_node``, two columns have ``bytes_within`` and ``bytes_between`` of
+        :class:`CommRow`.
 
         Args:
             by_module: return one line per module.
@@ -142,27 +147,30 @@ class CommTable:
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
             return "no collectives"
-        lines = [["op", "axis", "dtype", "count", "elements", "bytes", "in bf16", "module"]]
+        numbers = {"bytes": "bytes"} | ({"bf16_bytes": "in bf16"} if baseline else {})
+        if self.gpus_per_node is not None:
+            numbers |= _SENT
+        lines = [["op", "axis", "dtype", "count", "elements", *numbers.values(), "module"]]
         for row in rows:
             count = "+" if row.in_mixed_gather else f"{row.count:,}"
             dtype = str(row.dtype).removeprefix("torch.")
-            sizes = [f"{size:,}" for size in (row.elements, row.bytes, row.bf16_bytes)]
+            sizes = [f"{getattr(row, name):,}" for name in ("elements", *numbers)]
             lines.append([row.op, row.axis, dtype, count, *sizes, row.module])
         parts = {"total": rows, "  float8": [row for row in rows if _is_low(row.dtype)]}
         parts["  other"] = [row for row in rows if row not in parts["  float8"]]
         for name, part in parts.items():
             count = f"{self.count():,}" if name == "total" else ""
-            sizes = [f"{sum(r.bytes for r in part):,}", f"{sum(r.bf16_bytes for r in part):,}"]
+            sizes = [f"{sum(getattr(row, number) for row in part):,}" for number in numbers]
             lines.append([name, "", "", count, "", *sizes, ""])
-        columns = [*range(6), *[6] * baseline, *[7] * by_module]
-        return aligned([[line[i] for i in columns] for line in lines], right=range(3, 6 + baseline))
+        end = 5 + len(numbers)
+        return aligned([line[: end + by_module] for line in lines], right=range(3, end))
 
 
 class CommAudit(CommTable):
     """The context manager that :func:`comm_audit` returns, with the rows that it recorded."""
 
-    def __init__(self, mesh: DeviceMesh | None) -> None:
-        super().__init__()
+    def __init__(self, mesh: DeviceMesh | None, gpus_per_node: int | None = None) -> None:
+        super().__init__(gpus_per_node=gpus_per_node)
         self._axes = {} if mesh is None else _axes_by_group_name(mesh)
         self._block: ExitStack | None = None
 
@@ -185,7 +193,7 @@ class CommAudit(CommTable):
         return f"CommAudit({self.count()} collectives, {self.bytes:,} bytes)"
 
 
-def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
+def comm_audit(mesh: DeviceMesh | None = None, *, gpus_per_node: int | None = None) -> CommAudit:
     """Record every collective that runs inside the block, FSDP2's included.
 
     ::
@@ -204,14 +212,17 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
     not recorded: communication inside the kernel of a custom op, graphs that run without Python
     (CUDA graphs, AOTInductor), and direct reads of symmetric memory.
 
-    The bytes are the sizes of buffers (see :class:`CommRow`). The traffic on the wire also depends
-    on the algorithm and on the size of the group.
+    The bytes are the sizes of buffers (see :class:`CommRow`). With ``gpus_per_node`` each row also
+    has the bytes that this GPU sends within its node and between nodes: what NCCL's rings and flat
+    all-to-alls send, by the formulas of docs/communication.md. They are not measured.
 
     ``torch.profiler`` measures the durations of collectives.
 
     Args:
         mesh: a mesh whose axis names are reported for the process groups of its axes. For example,
             the only axis of a one-dimensional mesh over all ranks is the default group.
+        gpus_per_node: the number of ranks on each node. Global rank r is on node
+            ``r // gpus_per_node``, as torchrun numbers ranks.
 
     Returns:
         A context manager with ``.rows`` (a list of :class:`CommRow`), ``.count(...)`` and
@@ -220,6 +231,7 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
 
     Raises:
         TypeError: ``mesh`` is not a DeviceMesh.
+        ValueError: ``gpus_per_node`` is not a positive integer.
         RuntimeError: the context manager is entered again inside its own block.
     """
     if not isinstance(mesh, DeviceMesh | None):
@@ -227,7 +239,9 @@ def comm_audit(mesh: DeviceMesh | None = None) -> CommAudit:
             f"comm_audit takes a DeviceMesh, got {mesh!r}; pass the mesh whose axes name the "
             "groups, or None"
         )
-    return CommAudit(mesh)
+    if gpus_per_node is not None and (type(gpus_per_node) is not int or gpus_per_node < 1):
+        raise ValueError(f"comm_audit: gpus_per_node={gpus_per_node!r} must be a positive integer")
+    return CommAudit(mesh, gpus_per_node)
 
 
 def _is_low(dtype: torch.dtype) -> bool:
@@ -311,12 +325,18 @@ class _Recorder(TorchDispatchMode):
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
         op, axis = collective.op, _axis_name(collective.group, self._axes)
-        module = self._path.current
+        module, gpus, done = self._path.current, self._table.gpus_per_node, 0
+        whole = sum(share for _, share in by_dtype) * collective.factor
+        sent = (0, 0) if gpus is None else collective.sent(whole, gpus)
         for position, (dtype, share) in enumerate(by_dtype):
             is_first, nbytes = position == 0, share * collective.factor
             elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
-            sizes = elements, nbytes, _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
-            self._table.add(CommRow(op, axis, dtype, module, not is_first, int(is_first), *sizes))
+            bf16_bytes = _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
+            # Shares of what is sent, rounded so that they add up.
+            before, done = done, done + nbytes
+            parts = [n * done // max(1, whole) - n * before // max(1, whole) for n in sent]
+            numbers = int(is_first), elements, nbytes, bf16_bytes, *parts
+            self._table.add(CommRow(op, axis, dtype, module, not is_first, *numbers))
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""

@@ -7,6 +7,8 @@ tensor of an all-reduce.
 The kind of a collective is derived from the name of its op. Ops in ``IGNORED_OPS`` move no data,
 and are not recorded. Other ops in torch's communication namespaces, if their kind is not known, are
 recorded under their qualified names. A new op of torch may get a wrong size, but is never missed.
+
+``Collective.sent`` estimates what crosses between nodes. docs/communication.md explains it.
 """
 
 from typing import Any, NamedTuple
@@ -23,6 +25,8 @@ _KINDS += ["scatter", "reduce", "send", "recv", "batch_p2p"]
 # into ops of _c10d_functional, except in inference mode.
 _NAMED = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"}
 NAMESPACES = _NAMED | {"c10d_functional", "symm_mem"}
+# How often the ring, or chain, of these kinds passes the buffer on.
+_RINGS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1}
 
 # Ops of these namespaces that move no data between ranks: barriers, waits and signals, work on a
 # rank's own tensors, and the lookup and setup of groups and of symmetric memory.
@@ -44,6 +48,31 @@ class Collective(NamedTuple):
     group: dist.ProcessGroup | None  # None if the op has no argument for the group
     tensors: tuple[torch.Tensor, ...]  # the buffer, or one rank's share of it
     factor: int  # the size of the buffer, divided by the size of ``tensors``
+    splits: tuple[int, ...] = ()  # parts that an all-to-all sends to each rank; empty: equal ones
+
+    def sent(self, nbytes: int, gpus_per_node: int) -> tuple[int, int]:
+        """Return the bytes that this rank sends to ranks of its node, and to ranks of other nodes.
+
+        Args:
+            nbytes: the size of the buffer.
+            gpus_per_node: global rank r is on node ``r // gpus_per_node``.
+        """
+        ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
+        nodes = [rank // gpus_per_node for rank in ranks]
+        size, spanned = len(nodes), len(set(nodes))
+        if size == 1 or self.op == "recv":
+            return 0, 0
+        if self.group is not None and self.op == "all_to_all":
+            splits, own = self.splits or (1,) * size, self.group.rank()
+            near = sum(s for s, node in zip(splits, nodes, strict=True) if node == nodes[own])
+            whole = max(1, sum(splits))
+            between = nbytes * (sum(splits) - near) // whole
+            return nbytes * (near - splits[own]) // whole, between
+        if (turns := _RINGS.get(self.op)) is not None:
+            # Each rank has one of the ring's links. Channels rotate those that leave a node.
+            between = turns * nbytes * (size - 1) * spanned // size**2 if spanned > 1 else 0
+            return turns * nbytes * (size - 1) // size - between, between
+        return (nbytes, 0) if spanned == 1 else (0, nbytes)
 
 
 def read_collective(
@@ -67,7 +96,10 @@ def read_collective(
     prefix = "output" if name in ("c10d::allgather_", "c10d::scatter_") else ("input", "tensor")
     buffer = next(argument for name, argument in arguments.items() if name.startswith(prefix))
     has_share = kind in ("all_gather", "gather", "scatter") and name != "c10d::allgather_"
-    return Collective(kind, group, _tensors(buffer), group.size() if has_share else 1)
+    tensors, splits = _tensors(buffer), arguments.get("input_split_sizes") or ()
+    if name == "c10d::alltoall_":  # one tensor for each rank
+        splits = [tensor.nbytes for tensor in tensors]
+    return Collective(kind, group, tensors, group.size() if has_share else 1, tuple(splits))
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
