@@ -17,6 +17,12 @@ plans each recipe a second time, with sums over ranks sent in float8, and --weig
 likewise with 4-bit weights. A model of your own takes tokens [b, s] and returns logits
 [b, s, v], as transformers models do; FSDP2 shards the modules of its outermost ModuleLists. With tp
 it must be a transformers model that declares a tensor-parallel plan.
+
+    python -m scripts.plan --model 8b --mesh dp=16 --gpus-per-node 8
+
+also says what each GPU sends within its node and between nodes, by the formulas of
+docs/communication.md, and how long this takes at two bandwidths, without latency: collectives
+follow one another, and each takes the longer of its two times.
 """
 
 import argparse
@@ -48,6 +54,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
+    add("--gpus-per-node", type=positive, metavar="G", help="rank r is on node r // G")
+    text = "GB/s that a GPU sends; default: %(default)s,"
+    add("--gbps-within", type=float, default=450.0, metavar="X", help=f"{text} NVLink of an H100")
+    add("--gbps-between", type=float, default=50.0, metavar="X", help=f"{text} a card of 400 Gb/s")
     ways, too = ["float8", "bf16"], "plan each recipe also with"
     add("--weight-format", choices=["mxfp4"], help=f"{too} weights in this")
     add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
@@ -58,6 +68,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
     if args.gradient_transport and args.mesh["dp"] == 1:
         parser.error("--gradient-transport needs a dp of 2 or more")
+    if not all(0 < speed < math.inf for speed in (args.gbps_within, args.gbps_between)):
+        parser.error("--gbps-within and --gbps-between must be above 0")
     if math.prod(args.mesh.values()) > MOST_RANKS:
         parser.error(f"--mesh {mesh_text(args.mesh)}: more than {MOST_RANKS:,} ranks")
     if args.model not in MODELS and ":" not in args.model:

@@ -49,10 +49,12 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     """Plans of the recipes, bf16 and torchao; then of the recipes with the transports, if any."""
     sizes = (args.sizes, args.mesh, args.batch_size, args.seq_len)
     others = [BF16, *([PEER] if PEER in TORCHAO and args.has_peer else [])]
-    plans = [Plan(*sizes, variant) for variant in dict.fromkeys((*args.recipe, *others))]
+    nodes = (args.gpus_per_node, args.gbps_within, args.gbps_between)
+    variants = dict.fromkeys((*args.recipe, *others))
+    plans = [Plan(*sizes, variant, None, None, *nodes) for variant in variants]
     wire = (args.gradient_transport, args.reduce_transport)
     if any(wire):
-        plans += [Plan(*sizes, variant, *wire) for variant in args.recipe]
+        plans += [Plan(*sizes, variant, *wire, *nodes) for variant in args.recipe]
     return plans
 
 

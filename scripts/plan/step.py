@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fp8_dist import float8_layers, skip_head
-from fp8_dist.debug import CommAudit, comm_audit
-from fp8_dist.debug.audit import CommTable
+from fp8_dist.debug import CommRow
+from fp8_dist.debug.audit import CommAudit, CommTable
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
@@ -52,6 +52,9 @@ class Plan:
     # The encoding of FSDP2's gradients and of TP's sums on the wire; None: torch's reduce-scatters.
     gradient_transport: Transport | None = None
     reduce_transport: Transport | None = None
+    gpus_per_node: int | None = None
+    gbps_within: float = 450.0  # GB/s that a rank sends within its node
+    gbps_between: float = 50.0  # GB/s that it sends to other nodes
 
     @property
     def name(self) -> str:
@@ -70,7 +73,8 @@ class Collectives(NamedTuple):
     """The collectives of one phase that have the same op, axis and dtype.
 
     `count` is 0 for bytes that share a collective with another dtype, which is the one counted
-    (FSDP2's mixed gathers). `bytes` are sizes of buffers, as in `comm_audit`.
+    (FSDP2's mixed gathers). `bytes` are sizes of buffers, as in `comm_audit`; `within` and
+    `between` are what a rank sends within its node and between nodes, if the plan has nodes.
     """
 
     phase: str
@@ -79,6 +83,22 @@ class Collectives(NamedTuple):
     dtype: str
     count: int
     bytes: int
+    within: int = 0
+    between: int = 0
+
+
+class TimedAudit(CommAudit):
+    """An audit that sums times. Its rows can't: hops that differ in their bounds share a row."""
+
+    def __init__(self, mesh: DeviceMesh | None, plan: Plan) -> None:
+        super().__init__(mesh, plan.gpus_per_node)
+        self.plan, self.seconds = plan, 0.0
+
+    def add(self, row: CommRow) -> None:
+        """Add the row of one collective, which takes the longer of its two times."""
+        super().add(row)
+        within, between = self.plan.gbps_within, self.plan.gbps_between
+        self.seconds += max(row.bytes_within / within, row.bytes_between / between) / 1e9
 
 
 @dataclass
@@ -90,6 +110,7 @@ class Step:
     weights: int = 0  # the number of weights that a recipe converts
     blocks: int = 0
     parameters: int = 0  # elements of the whole model
+    seconds: float = 0.0  # of communication, if the plan has nodes
 
 
 def make_mesh(plan: Plan) -> DeviceMesh:
@@ -146,8 +167,9 @@ def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        with comm_audit(mesh) as audit:
+        with TimedAudit(mesh, plan) as audit:
             yield
+        step.seconds += audit.seconds
         step.collectives += _collectives(name, audit)
 
     def forward() -> torch.Tensor:
@@ -186,8 +208,9 @@ def _kept_bytes(weight: Float8Weight) -> int:
 
 def _collectives(phase: str, audit: CommAudit) -> list[Collectives]:
     """The sorted rows of an audit, summed over modules."""
-    found = [
-        Collectives(phase, r.op, r.axis, str(r.dtype).removeprefix("torch."), r.count, r.bytes)
-        for r in CommTable(audit.rows).without_modules().rows
-    ]
+    found = []
+    for r in CommTable(audit.rows).without_modules().rows:
+        dtype = str(r.dtype).removeprefix("torch.")
+        sizes = r.count, r.bytes, r.bytes_within, r.bytes_between
+        found.append(Collectives(phase, r.op, r.axis, dtype, *sizes))
     return sorted(found, key=lambda r: (r.axis, r.op, r.dtype, -r.count))

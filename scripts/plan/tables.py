@@ -28,9 +28,13 @@ def collectives_table(runs: Runs) -> str:
 def axes_table(runs: Runs) -> str:
     """A table of communicated bytes by axis, with a column per variant."""
     axes = sorted({row.axis for _, step in runs for row in step.collectives})
+    sizes = {"": "bytes"}
+    if runs[0][0].gpus_per_node is not None:
+        sizes |= {", sent within nodes": "within", ", sent between nodes": "between"}
     lines = [
-        [axis, *(f"{sum(r.bytes for r in s.collectives if r.axis == axis):,}" for _, s in runs)]
+        [f"{axis}{what}", *(f"{_sum(s, size, axis):,}" for _, s in runs)]
         for axis in axes
+        for what, size in sizes.items()
     ]
     return table(["bytes over", *_variants(runs)], lines, "lr")
 
@@ -60,8 +64,17 @@ def summary_table(runs: Runs) -> str:
                 f"{sum(r.bytes for r in first):,}",
             ]
         )
+        within, between = _sum(step, "within") / 1e9, _sum(step, "between") / 1e9
+        times = within / plan.gbps_within, between / plan.gbps_between, step.seconds
+        numbers = [f"{n:.1f}" for n in (within, between, *(1e3 * time for time in times))]
+        lines[-1] += [""] * 5 if plan.gpus_per_node is None else numbers  # empty: left out
     head = ["variant", *OPS, "of them precompute", "float8 and mxfp4 GB", "all GB"]
-    return table([*head, "precompute bytes"], lines, "lr")
+    head += ["precompute bytes", "GB within nodes", "GB between", "ms within", "ms between"]
+    return table([*head, "ms in all"], lines, "lr")
+
+
+def _sum(step: Step, field: str, axis: str | None = None) -> int:
+    return sum(getattr(r, field) for r in step.collectives if axis in (None, r.axis))
 
 
 def _variants(runs: Runs) -> list[str]:

@@ -11,7 +11,7 @@ from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist import CastConfig, Float8LinearConfig, cast_to_float8, convert_to_float8_training
@@ -128,6 +128,53 @@ all_gather      tp    bfloat16      1     4,096    8,192  layers.0.attention.wo
 reduce_scatter  tp    bfloat16      1     4,096    8,192  layers.0.attention
 all_reduce      tp    bfloat16      2       128      256  layers.0""",
     )
+
+
+def step_of_fsdp_on_two_nodes() -> list[str]:
+    model, mesh = Llama(SIZES).bfloat16(), device_mesh(dp=4)
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    tokens = torch.randint(SIZES.vocab_size, (2, SIZES.max_seq_len))
+    with comm_audit(mesh, gpus_per_node=2) as audit:
+        model(tokens).float().square().mean().backward()
+    lines = audit.table(by_module=True).splitlines()
+    return [line.rstrip() for line in lines if " layers.0" in line or not line.startswith("a")]
+
+
+def test_a_step_of_fsdp_on_two_nodes(ranks: RankPools) -> None:
+    # A GPU sends 3 / 4 of each buffer, and half of it leaves the node.
+    assert_expected_inline(
+        "\n".join(ranks(4).run_same(step_of_fsdp_on_two_nodes)),
+        """\
+op              axis  dtype          count  elements      bytes  within nodes  between nodes  module
+all_reduce      dp    int32              7         7         28            21             21  layers.0
+all_gather      dp    float8_e4m3fn      1    40,960     40,960        15,360         15,360  layers.0
+all_gather      dp    bfloat16           +       128        256            96             96  layers.0
+reduce_scatter  dp    float32            1    41,088    164,352        61,632         61,632  layers.3
+reduce_scatter  dp    float32            1    41,088    164,352        61,632         61,632  layers.2
+reduce_scatter  dp    float32            1    41,088    164,352        61,632         61,632  layers.1
+reduce_scatter  dp    float32            1    41,088    164,352        61,632         61,632  layers.0
+reduce_scatter  dp    float32            1    32,832    131,328        49,248         49,248
+total                                   43            1,167,860       437,991        437,991
+  float8                                                344,064       129,024        129,024
+  other                                                 823,796       308,967        308,967""",
+    )
+
+
+def sent_by_parts() -> tuple[int, int]:
+    """What a rank sends when each rank r of four sends r + d + 1 numbers to rank d."""
+    rank, x = dist.get_rank(), torch.ones(4 * dist.get_rank() + 10)
+    send = [rank + other + 1 for other in range(4)]
+    with comm_audit(gpus_per_node=2) as audit:
+        dist.all_to_all_single(torch.empty_like(x), x, send, send)
+    (row,) = audit.rows
+    return row.bytes_within, row.bytes_between
+
+
+def test_each_rank_counts_what_it_sends(ranks: RankPools) -> None:
+    # Rank 0 sends 2 numbers to rank 1, and 3 + 4 to the other node.
+    assert ranks(4).run(sent_by_parts) == [(8, 28), (8, 36), (24, 28), (24, 36)]
 
 
 def every_kind() -> str:

@@ -8,15 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from expecttest import assert_expected_inline
 from ranks import RankPool, RankPools, device_mesh
 from torch import nn
 
+from fp8_dist.debug import CommRow
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
 from scripts.plan import run
-from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
+from scripts.plan.step import PEER, Plan, Step, TimedAudit, make_mesh, run_step
 from scripts.plan.world import fake_world
 
 WORLD = 4
@@ -69,11 +71,11 @@ PLANS = [
     Plan(OWN, DP, 2, 32, "rowwise_folded"),
     Plan(HF, DP_TP, 2, 32, "tensorwise"),
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", *PEERS)),
-    Plan(SMALL, DP_TP, 2, 32, "delayed", "bf16", "float8"),
+    Plan(SMALL, DP_TP, 2, 32, "delayed", "bf16", "float8", gpus_per_node=2),
     *(Plan(SMALL, DP, 2, 32, variant) for variant in PACKED_OR_NOT),
-    Plan(UNEVEN, DP, 2, 32, "rowwise_folded"),
+    Plan(UNEVEN, DP, 2, 32, "rowwise_folded", gpus_per_node=2),
     Plan(FEW, EP, 2, 32, "mxfp8+mxfp4"),
-    Plan(LATENT, EP_TP, 2, 32, "blockwise"),
+    Plan(LATENT, EP_TP, 2, 32, "blockwise", gpus_per_node=2),
 ]
 
 
@@ -123,6 +125,8 @@ def test_a_plan_counts_what_real_ranks_count(
     # All ranks communicate equally. (So does bf16: no list is empty.)
     assert [each.collectives for each in real] == [fake.collectives] * WORLD
     assert sum(row.count for row in fake.collectives) > 3
+    assert [each.seconds for each in real] == [fake.seconds] * WORLD
+    assert bool(fake.seconds) == (PLANS[position].gpus_per_node is not None)
     # The plan is for rank 0.
     assert real[0].memory == fake.memory
     kept = sum(each.memory["parameters"] for each in real)
@@ -175,6 +179,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             "--recipe mxfp8 delayed --weight-format mxfp4",
             "--weight-format mxfp4 is for --recipe mxfp8 or blockwise",
         ),
+        ("--gbps-between 0", "--gbps-within and --gbps-between must be above 0"),
         ("--gradient-transport bf16 --mesh tp=8", "--gradient-transport needs a dp of 2 or more"),
         (
             f"--model {OWN} --mesh dp=2",
@@ -217,6 +222,47 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert by_axis.keys() == {"dp", "tp", "world"}
     assert by_axis["dp"][0] < by_axis["dp"][1]
     assert by_axis["tp"][0] < by_axis["tp"][1]
+
+
+def test_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(MODELS, "debug", SMALL)
+    monkeypatch.setattr(run, "TORCHAO", {})
+    argv = ["--model", "debug", "--mesh", "dp=4,tp=2", "--gpus-per-node", "4"]
+    # The first run is bound by links within nodes, the second by those between nodes.
+    printed = []
+    for slow in (["--gbps-within=1e-5"], ["--gbps-within=10", "--gbps-between=1e-5"]):
+        assert plan.main([*argv, *slow]) == 0
+        printed.append(tables_of(capsys.readouterr().out))
+    assert_expected_inline(
+        "\n".join(map(" | ".join, printed[0]["axes"])),
+        """\
+dp | 235,988 | 297,428
+dp, sent within nodes | 88,527 | 111,567
+dp, sent between nodes | 88,527 | 111,567
+tp | 74,540 | 90,836
+tp, sent within nodes | 37,676 | 45,780
+tp, sent between nodes | 0 | 0
+world | 56 | 0
+world, sent within nodes | 74 | 0
+world, sent between nodes | 24 | 0""",
+    )
+    rows = [line for found in printed for line in found["summary"]]
+    assert_expected_inline(
+        "\n".join(" | ".join([row[0], *row[8:]]) for row in rows),
+        """\
+tensorwise | 56 | 0.0 | 0.0 | 12627.7 | 0.0 | 12627.7
+bf16 | 0 | 0.0 | 0.0 | 15734.7 | 0.0 | 15734.7
+tensorwise | 56 | 0.0 | 0.0 | 0.0 | 8855.1 | 8855.1
+bf16 | 0 | 0.0 | 0.0 | 0.0 | 11156.7 | 11156.7""",
+    )
+
+
+def test_hops_take_the_sum_of_their_times() -> None:
+    audit = TimedAudit(None, Plan(SMALL, DP, 2, 32, "bf16", None, None, 2, 4.0, 1.0))
+    row = CommRow("all_to_all", "dp", torch.uint8, "", False, 1, 80, 80, 80)
+    audit.add(replace(row, bytes_within=40, bytes_between=3))
+    audit.add(replace(row, bytes_between=20))
+    assert (len(audit.rows), round(audit.seconds * 1e12)) == (1, 30_000)
 
 
 def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
