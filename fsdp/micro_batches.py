@@ -31,8 +31,9 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
 
     With :func:`set_gradient_transport`, gradients that are sums (``set_gradient_divide_factor``),
     ``clip_grad_norm_(..., exact=True)`` and an elementwise optimizer, the weights after the step
-    have the same bits on any number of ranks. docs/fsdp2.md shows the whole loop, and says what
-    else the bits depend on.
+    have the same bits on any number of ranks; where gradients travel in two hops, on any number of
+    nodes with the same number of ranks. docs/fsdp2.md shows the whole loop, and says what else the
+    bits depend on.
 
     Args:
         count: the number of micro-batches of the step, over all ranks; the same on all ranks.

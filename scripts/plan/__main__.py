@@ -60,7 +60,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gbps-between", type=float, default=50.0, metavar="X", help=f"{text} a card of 400 Gb/s")
     ways, too = ["float8", "bf16"], "plan each recipe also with"
     add("--weight-format", choices=["mxfp4"], help=f"{too} weights in this")
-    add("--gradient-transport", choices=ways, help=f"{too} FSDP2's gradients in this")
+    text = f"{too} FSDP2's gradients in these"
+    add("--gradient-transport", nargs="+", choices=[*ways, "fp32"], metavar="NAME", help=text)
     add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
     args = parse(parser, argv)
     packed = [f"{name}+{args.weight_format}" for name in args.recipe if args.weight_format]

@@ -52,8 +52,8 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
     nodes = (args.gpus_per_node, args.gbps_within, args.gbps_between)
     variants = dict.fromkeys((*args.recipe, *others))
     plans = [Plan(*sizes, variant, None, None, *nodes) for variant in variants]
-    wire = (args.gradient_transport, args.reduce_transport)
-    if any(wire):
+    for gradients in args.gradient_transport or [None] * bool(args.reduce_transport):
+        wire = (gradients, args.reduce_transport)
         plans += [Plan(*sizes, variant, *wire, *nodes) for variant in args.recipe]
     return plans
 

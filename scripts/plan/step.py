@@ -9,11 +9,13 @@ step).
 """
 
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -141,7 +143,9 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
         if not fake_tensors:
             model.init_weights()
         if plan.gradient_transport is not None:
-            set_gradient_transport(model, plan.gradient_transport)
+            launched = {"LOCAL_WORLD_SIZE": str(plan.gpus_per_node or plan.ranks)}
+            with patch.dict(os.environ, launched):
+                set_gradient_transport(model, plan.gradient_transport)
         for module in model.modules():
             if isinstance(module, Router):
                 module.choose = MethodType(in_turn, module)  # type: ignore[method-assign]

@@ -21,14 +21,12 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def planned(commands: list[str]) -> list[list[tuple[str, ...]]]:
-    """By command and plan, the GB communicated and in memory; replaces the default group."""
+def planned(command: str) -> list[tuple[str, ...]]:
+    """By plan, the GB sent within and between nodes, and in memory; replaces the default group."""
     dist.destroy_process_group()
-    with fake_world(8):
-        return [
-            [gigabytes(plan) for plan in plans_of(parse_args(command.split()))]
-            for command in commands
-        ]
+    plans = plans_of(parse_args(command.split()))
+    with fake_world(plans[0].ranks):
+        return [gigabytes(plan) for plan in plans]
 
 
 def gigabytes(plan: Plan) -> tuple[str, ...]:
@@ -37,8 +35,8 @@ def gigabytes(plan: Plan) -> tuple[str, ...]:
     for blocks in (1, 2):
         part = replace(plan, model=replace(plan.model, n_layers=blocks))
         step = run_step(part, make_mesh(part), fake_tensors=True)
-        exchanged = sum(row.bytes for row in step.collectives)
-        sizes.append((exchanged, sum(step.memory.values())))
+        sent = (sum(getattr(row, how) for row in step.collectives) for how in ("within", "between"))
+        sizes.append((*sent, sum(step.memory.values())))
     totals = [
         one + (plan.model.n_layers - 1) * (two - one) for one, two in zip(*sizes, strict=True)
     ]
@@ -46,16 +44,20 @@ def gigabytes(plan: Plan) -> tuple[str, ...]:
 
 
 def test_the_table_has_the_figures_of_its_commands() -> None:
-    commands = re.findall(r"^    python -m scripts\.plan (.*)$", README, re.MULTILINE)
-    pool = RankPool(1)  # a process for this alone
-    try:
-        dp, dp_tp = pool.run(planned, commands, timeout=300)[0]
-    finally:
-        pool.close()
+    by_command = []
+    for command in re.findall(r"^    python -m scripts\.plan (.*)$", README, re.MULTILINE):
+        pool = RankPool(1)  # a process for this world alone
+        try:
+            by_command.append(pool.run(planned, command, timeout=300)[0])
+        finally:
+            pool.close()
     table = re.findall(r"^\|[^|]+\| \d.*$", README, re.MULTILINE)
-    bf16, torchao, ours, encoded = ([n.strip() for n in row.split("|")[2:6]] for row in table)
+    bf16, torchao, ours, encoded = ([n.strip() for n in row.split("|")[2:8]] for row in table)
     peers = [torchao] if PEER in TORCHAO else []  # torchao is an optional extra
-    found = [[a, b, c, d] for (a, c), (b, d) in zip(dp, dp_tp, strict=True)]
+    found = []
+    for dp, (within, between, _), tp in zip(*by_command, strict=True):
+        found.append([dp[0], within, between, tp[0], dp[2], tp[2]])
+        assert dp[1] == tp[1] == "0.0"
     assert found == [ours, bf16, *peers, encoded]
 
 
