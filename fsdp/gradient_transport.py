@@ -27,9 +27,11 @@ last number is the module's, to detect ranks that reduce the gradients of differ
 """
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import groupby
+from math import nan
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -57,14 +59,14 @@ class Hops(NamedTuple):
     """How a message travels between the ranks of a group; see Note [Two hops].
 
     Attributes:
-        ranks: the number of ranks on each node; 1 if nodes are not known or not alike.
-        are_two: whether there are two hops, or one exchange between all ranks.
-        within: the encoding of what stays within a node; None for that of the transport.
+        per_node: the number of ranks on each node; 1 if there is one hop.
+        within: the encoding of the hop within nodes; None for that of the transport.
+        last: the encoding of the other hop, or of the only one.
     """
 
-    ranks: int
-    are_two: bool
-    within: wire.Encoding
+    per_node: int = 1
+    within: wire.Encoding = None
+    last: wire.Encoding = None
 
 
 class EncodedReduction:
@@ -78,12 +80,7 @@ class EncodedReduction:
     check: ClassVar[Callable[["EncodedReduction"], bool] | None] = None
 
     def __init__(
-        self,
-        module: str,
-        number: int,
-        group: Any,
-        encodings: dict[str, wire.Encoding],
-        hops: Hops,
+        self, module: str, number: int, group: Any, encodings: dict[str, wire.Encoding]
     ) -> None:
         shapes = internals.fsdp_padded_shapes(group).items()
         self.parts_of = {
@@ -92,9 +89,9 @@ class EncodedReduction:
         }
         self.module = module
         self.encodings = encodings  # by the names of parameters
-        # bf16 can represent it, and its sum over a node.
-        self.number = number % max(1, 256 // hops.ranks if hops.are_two else 256)
-        self.group, self.hops = group, hops
+        self.number = number
+        self.group = group
+        self.hops = Hops()
         # State of the current reduction.
         self.used: set[Any] = set()  # the parameters for which this rank has gradients
         self.parameters: list[Any] = []  # the parameters of the message
@@ -109,11 +106,11 @@ class EncodedReduction:
             parts.append(wire.Part(len(parts) + 1, None))
         return parts
 
-    @property
-    def parts_within(self) -> list[wire.Part]:
-        """The parts of a message that stays within a node."""
-        how = self.hops.within
-        return [p._replace(encoding=how) if how and p.encoding else p for p in self.parts]
+    def _runs(self, how: wire.Encoding) -> tuple[wire.Part, ...]:
+        """The runs of a message in another encoding; None for that of the transport."""
+        return wire.runs_of(
+            p._replace(encoding=how) if how and p.encoding else p for p in self.parts
+        )
 
     def complete(self, runs: bool) -> None:
         """Add gradients of -0, see Note [Ranks that use different parameters]."""
@@ -147,7 +144,7 @@ class EncodedReduction:
         unused = [i for i, parameter in enumerate(parameters) if parameter not in self.used]
         shards = internals.fsdp_reduce_scatter_group(self.group).size()
         flags = gradients[0].new_ones(shards, len(parameters) + 1)
-        flags[:, -1] = self.number
+        flags[:, -1] = self.number % max(1, 256 // self.hops.per_node)  # bf16 can hold their sum
         for i in unused:
             flags[:, i] = 0
         gradients.append(flags)
@@ -168,7 +165,7 @@ class EncodedReduction:
 
     def _round_then(self, hook: Hook | None, output: torch.Tensor) -> None:
         """Round the gradients of a single rank as they are rounded on the wire, and run a hook."""
-        runs = wire.runs_of(self.parts)
+        runs = self._runs(self.hops.last)
         output.copy_(wire.decode(wire.encode(output, runs, output.dtype), runs, output.dtype))
         if hook is not None:
             hook(output)
@@ -198,47 +195,44 @@ class EncodedReduction:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        ranks, rank, per_node = group.size(), group.rank(), self.hops.ranks
-        rows, dtype = input_tensor.view(ranks, -1), input_tensor.dtype
+        ranks, rank, (per_node, within, last) = group.size(), group.rank(), self.hops
+        rows, dtype, peers = input_tensor.view(ranks, -1), input_tensor.dtype, range(ranks)
         assert rows.shape[1] == sum(part.size for part in self.parts), (rows.shape, self.parts)
-        peers, parts = range(ranks), self.parts if per_node == 1 else self.parts_within
-        if self.hops.are_two:
-            first, runs = rank - rank % per_node, wire.runs_of(parts)
-            message = wire.encode(rows, runs, dtype, per_node)
-            received = self._exchanged(message, range(first, first + per_node), dtype)
+        others: list[int] = []
+        if per_node > 1:
+            first, runs = rank - rank % per_node, self._runs(within)
+            peers = range(first, first + per_node)
+            received = wire.exchanged(wire.encode(rows, runs, dtype, per_node), group, peers)
+            others = self._others(received, dtype, group, peers)
             rows = wire.sum_decoded(received, runs, dtype)
-            peers, parts = range(rank % per_node, ranks, per_node), self.parts
-        runs = wire.runs_of(parts)
-        received = self._exchanged(wire.encode(rows, runs, dtype), peers, dtype)
+            if others:
+                rows[:, -1] = nan  # the ranks of other nodes raise an error, too
+            peers = range(rank % per_node, ranks, per_node)
+        runs = self._runs(last)
+        received = wire.exchanged(wire.encode(rows, runs, dtype), group, peers)
+        if others := others or self._others(received, dtype, group, peers):
+            raise ValueError(
+                f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
+                f"ranks {others} reduce those of other modules. All ranks must run FSDP modules in "
+                "one order; shard what only some of them run (heads, experts) as one module"
+            )
         # A mean is divided before the accumulated gradient is added, so it can't start from that.
         adds = self.is_final and internals.fsdp_sums(self.group)
         start = self._accumulated(rows) if adds else None
         total = wire.sum_decoded(received, runs, dtype, start)
         output_tensor.copy_(total.div_(internals.fsdp_divisor(self.group, op, group)))
 
-    def _exchanged(self, message: torch.Tensor, peers: range, dtype: torch.dtype) -> torch.Tensor:
-        """Exchange a message ``[len(peers), ...]``, whose last number is that of the module."""
-        group = internals.fsdp_reduce_scatter_group(self.group)
-        received = message if len(peers) == 1 else wire.exchanged(message, group, peers)
+    def _others(
+        self, received: torch.Tensor, dtype: torch.dtype, group: dist.ProcessGroup, peers: range
+    ) -> list[int]:
+        """The ranks that have sent pieces of other modules (or nodes in which some have)."""
         # On other devices this check would make the host wait.
-        if received.is_cpu and not isinstance(received, STAND_INS):
-            last = received.flatten(1)[:, -dtype.itemsize :]
-            self._check_modules(
-                last.clone(memory_format=torch.contiguous_format).view(dtype), peers
-            )
-        return received
-
-    def _check_modules(self, numbers: torch.Tensor, peers: range) -> None:
-        """Raise ValueError if ranks have sent pieces of different modules."""
-        group = internals.fsdp_reduce_scatter_group(self.group)
-        ranks = [dist.get_global_rank(group, peer) for peer in peers]
-        expected = numbers[peers.index(group.rank())]
-        if others := [r for r, number in zip(ranks, numbers, strict=True) if number != expected]:
-            raise ValueError(
-                f"{_CALLER}: rank {dist.get_rank()} reduces the gradients of {self.module} while "
-                f"ranks {others} reduce those of other modules. All ranks must run FSDP modules in "
-                "one order; shard what only some of them run (heads, experts) as one module"
-            )
+        if not received.is_cpu or isinstance(received, STAND_INS):
+            return []
+        last = received.flatten(1)[:, -dtype.itemsize :]
+        numbers = last.clone(memory_format=torch.contiguous_format).view(dtype).flatten()
+        differ = numbers != numbers[peers.index(group.rank())]
+        return [dist.get_global_rank(group, peers[i]) for i in differ.nonzero()]
 
     def _accumulated(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Move this rank's accumulated gradients to an fp32 tensor ``[S]``; None if there are none.
@@ -289,14 +283,14 @@ def set_gradient_transport(
     decodes the pieces, including its own, and sums them in fp32, in the order of ranks. Where
     gradients are sums (``set_gradient_divide_factor(1.0)``), it starts from the gradient that it
     has accumulated. **With** :func:`micro_batches`, **the sum is then the same, bit for bit, on any
-    number of ranks.** Without it the bits depend on the number of ranks. Repeated runs on one mesh
-    have the same bits either way.
+    number of ranks of one node.** Without it the bits depend on the number of ranks. Repeated runs
+    on one mesh have the same bits either way.
 
     If the ranks are on several nodes, with the same number g > 1 of them on each, pieces travel in
     two hops: an all-to-all within each node, whose sums are encoded, and one between the ranks at
     the same place in their nodes. This sends 1 / g of the bytes between nodes. With
-    :func:`micro_batches` the sum is then the same on any number of nodes of g ranks. (On one node
-    too, if ``nodes`` names it.)
+    :func:`micro_batches` the sum is then the same on any number of nodes of g ranks (on one node if
+    ``nodes`` names it), but not that of one hop.
 
     With HSDP, the all-reduce over replicas becomes the same exchange, of parts of the shard, except
     that a rank's own part is not encoded. An all-gather of the sums follows, in bf16 with
@@ -312,12 +306,11 @@ def set_gradient_transport(
             gradients are not encoded. These travel in the same message. Gradients of parameters
             with fewer than 2 dims are never encoded. Names are those of ``named_parameters()``,
             without the segments that wrappers add (``_orig_mod``).
-        nodes: a 2-D mesh that has the ranks of each node in a row. By default, rank r is on node
-            ``r // LOCAL_WORLD_SIZE``, as torchrun numbers ranks, and one node has one hop; without
-            this variable, all ranks are on one node. Rows of one rank give one hop on any number of
-            nodes.
-        within_nodes: the transport of what stays within a node, ``"float8"`` or ``"bf16"``; by
-            default, ``transport``.
+        nodes: a 2-D mesh with the ranks of each node in a row. By default, rank r is on node
+            ``r // LOCAL_WORLD_SIZE``, as torchrun numbers ranks, and there is one hop on one node.
+            A row for each rank also gives one hop, on any number of nodes.
+        within_nodes: the transport of the hop within nodes, ``"float8"`` or ``"bf16"``; by default
+            ``transport``. It is also that of the only hop on one node.
 
     Ranks may use different parameters of a module, such as heads, adapters or experts of a
     ModuleList. A rank sends zeros for those that it did not use. A parameter that no rank used has
@@ -329,7 +322,7 @@ def set_gradient_transport(
     the numbers that FSDP2 would reduce are encoded.
 
     Collectives: in a step, only those above. In this call, a comparison of the arguments between
-    the ranks of each mesh, as in ``apply_tp_plan``, and of LOCAL_WORLD_SIZE.
+    the ranks of each mesh, as in ``apply_tp_plan``, and of LOCAL_WORLD_SIZE and host names.
 
     Raises:
         TypeError, ValueError: for invalid arguments, a model without FSDP2, modules with several
@@ -362,12 +355,18 @@ def set_gradient_transport(
         )
     if transport is None and nodes is not None:
         raise ValueError(f"{_CALLER}: nodes is for a transport, and transport is None; drop it")
-    reductions = _reductions(model, transport, high_precision, partial(_hops, nodes, within_nodes))
-    if not agreement.has_stand_ins(model.parameters()):
-        _check_agreement(reductions)
+    reductions = _reductions(model, transport, high_precision)
+    if not (is_fake := agreement.has_stand_ins(model.parameters())):
+        _check_agreement(reductions, nodes, within_nodes)
     internals.announce_fsdp_reductions(EncodedReduction)
+    launched: dict[DeviceMesh, int | None] = {}
     for reduction in reductions:
         if transport is not None:
+            mesh = reduction.group.mesh_info.mesh
+            if mesh not in launched:
+                launched[mesh] = _ranks_per_node(mesh, is_fake)
+            ranks = internals.fsdp_reduce_scatter_group(reduction.group)
+            reduction.hops = _hops(ranks, launched[mesh], nodes, within_nodes)
             internals.set_fsdp_reduction(reduction.group, reduction)
         # Leave the reduction of other code.
         elif isinstance(internals.fsdp_reduction(reduction.group), EncodedReduction):
@@ -375,13 +374,9 @@ def set_gradient_transport(
 
 
 def _reductions(
-    model: nn.Module,
-    transport: Transport | None,
-    high_precision: Filter | None,
-    hops_of: Callable[[dist.ProcessGroup, bool], Hops],
+    model: nn.Module, transport: Transport | None, high_precision: Filter | None
 ) -> list[EncodedReduction]:
     """Return a reduction for each parameter group of a model."""
-    hops: dict[dist.ProcessGroup, Hops] = {}
     # The keys of model.state_dict().
     names = {id(p): without_wrappers(name) for name, p in model.named_parameters()}
     reductions = []
@@ -395,12 +390,7 @@ def _reductions(
                 )
             is_kept = p.ndim < 2 or (high_precision is not None and high_precision(name, p))
             encodings[name] = None if is_kept or transport == "fp32" else transport
-        ranks = internals.fsdp_reduce_scatter_group(group)
-        if transport is None:
-            hops[ranks] = Hops(1, False, None)
-        elif ranks not in hops:
-            hops[ranks] = hops_of(ranks, agreement.has_stand_ins(_parameters(group)))
-        reductions.append(EncodedReduction(module, number, group, encodings, hops[ranks]))
+        reductions.append(EncodedReduction(module, number, group, encodings))
     if transport in _ENCODED and not any(any(r.encodings.values()) for r in reductions):
         raise ValueError(
             f"{_CALLER}: transport={transport!r} would encode no gradient: all parameters have "
@@ -409,47 +399,66 @@ def _reductions(
     return reductions
 
 
+def _ranks_per_node(mesh: DeviceMesh, is_fake: bool) -> int | None:
+    """The number of ranks that the launcher has started on each node; None if not known.
+
+    Args:
+        mesh: a mesh of this rank.
+        is_fake: whether there are no other ranks to compare it with.
+
+    Collectives: those of :func:`agreement.first_difference` over the mesh.
+
+    Raises:
+        ValueError: LOCAL_WORLD_SIZE is no number of ranks. All ranks of the mesh raise it.
+    """
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    facts = {"LOCAL_WORLD_SIZE": str(local), "host": "" if local else platform.node()}
+    groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1 and not is_fake]
+    if agreement.first_difference(facts, groups, mesh.device_type) is not None:
+        return None
+    if local is not None and not (local.isdecimal() and int(local)):
+        raise ValueError(f"{_CALLER}: LOCAL_WORLD_SIZE={local!r} is no number of ranks; unset it")
+    return int(local or dist.get_world_size())
+
+
 def _hops(
-    nodes: DeviceMesh | None, within: wire.Encoding, group: dist.ProcessGroup, is_fake: bool
+    group: dist.ProcessGroup,
+    launched: int | None,
+    nodes: DeviceMesh | None,
+    within: wire.Encoding,
 ) -> Hops:
     """Return how messages travel in a group, the same on all of its ranks.
 
     Args:
+        launched: the number of ranks on each node, if it is known.
         nodes, within: arguments of :func:`set_gradient_transport`.
-        is_fake: whether there is no other rank to ask.
-
-    Collectives: an all-gather of one number, which ``comm_audit`` does not count.
     """
-    ranks, local = dist.get_process_group_ranks(group), os.environ.get("LOCAL_WORLD_SIZE")
-    sizes = {local} if is_fake else {*agreement.objects_of_ranks(local, group)}
+    ranks, node_of = dist.get_process_group_ranks(group), dict[int, int]()
     if nodes is not None:
         node_of = {rank: i for i, row in enumerate(nodes.mesh.tolist()) for rank in row}
-    elif within is not None and None in sizes:
-        raise ValueError(
-            f"{_CALLER}: within_nodes={within!r}, but LOCAL_WORLD_SIZE is not set (torchrun sets "
-            "it), so which ranks share a node is not known; pass nodes"
-        )
-    else:
-        size = int(local or dist.get_world_size())
-        node_of = {rank: rank // size for rank in ranks}
-    places = [node_of.get(rank) for rank in ranks]
+    elif launched is not None:
+        node_of = {rank: rank // launched for rank in ranks}
+    places = [node_of.get(rank, -1) for rank in ranks]
     count = len({*places})
-    is_even = [len([*run]) for _, run in groupby(places)] == [len(ranks) // count] * count
-    if nodes is not None and not (is_even and None not in places):
+    per_node = len(ranks) // count
+    is_even = [len([*run]) for _, run in groupby(places)] == [per_node] * count
+    if -1 not in places and is_even:
+        if per_node > 1 and (count > 1 or nodes is not None):
+            return Hops(per_node, within)
+        return Hops(last=within if count == 1 else None)
+    if nodes is not None:
         raise ValueError(
             f"{_CALLER}: each row of nodes must have the same number of the ranks that share "
-            f"gradients, in their order ({len(ranks)} from rank {ranks[0]} on)"
+            f"gradients, one after the other ({len(ranks)} from rank {ranks[0]} on)"
         )
-    if nodes is None and not (is_even and len(sizes) == 1):
-        warn_once(
-            "uneven nodes",
-            f"{_CALLER}: the ranks that share gradients ({len(ranks)}) are not divided evenly over "
-            "the nodes, in order, so gradients travel in one hop, and several times as many bytes "
-            "cross between nodes. Launch the same number of ranks on each node, or pass nodes",
-        )
-        return Hops(1, False, within)
-    per_node = len(ranks) // count
-    return Hops(per_node, per_node > 1 and (count > 1 or nodes is not None), within)
+    warn_once(
+        "uneven nodes",
+        f"{_CALLER}: the {len(ranks)} ranks that share gradients are not divided evenly over the "
+        "nodes, one after the other, or LOCAL_WORLD_SIZE is not set. So gradients travel in one "
+        "hop, with several times as many bytes between nodes. Launch the same number of ranks on "
+        "each node (torchrun), or pass nodes",
+    )
+    return Hops()
 
 
 def _parameters(group: Any) -> list[nn.Parameter]:
@@ -457,8 +466,11 @@ def _parameters(group: Any) -> list[nn.Parameter]:
     return [getattr(*parameter.users[0]) for parameter in internals.fsdp_parameters([group])]
 
 
-def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
+def _check_agreement(
+    reductions: Iterable[EncodedReduction], nodes: DeviceMesh | None, within: wire.Encoding
+) -> None:
     """Raise if arguments differ between ranks that share a parameter (tensor-parallel ones too)."""
+    others = {"nodes": str(nodes and nodes.mesh.tolist()), "within_nodes": str(within)}
     facts = agreement.Facts()
     for reduction in reductions:
         # Under tensor parallelism, the mesh of a parameter also has the tensor-parallel axis.
@@ -466,7 +478,7 @@ def _check_agreement(reductions: Iterable[EncodedReduction]) -> None:
         for mesh in {reduction.group.mesh_info.mesh, *meshes}:
             for name, encoding in reduction.encodings.items():
                 facts.of(mesh)[f"the transport of the gradient of {name}"] = str(encoding)
-            facts.of(mesh)[f"how gradients of {reduction.module} travel"] = str(reduction.hops)
+            facts.of(mesh).update(others)
     facts.check(_CALLER, fix="Give it the same arguments on all ranks")
 
 

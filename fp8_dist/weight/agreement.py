@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -21,8 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fp8_dist.torch_internals import STAND_INS, innermost, without_dispatch_modes
-
-_T = TypeVar("_T")
 
 # Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
@@ -114,19 +112,12 @@ def first_difference(
         largest, negative_smallest = bounds.tolist()
         if largest == -negative_smallest:
             return None
-    by_rank = {dist.get_rank(): dict(facts)}
-    for group in groups:
-        parts = objects_of_ranks(by_rank, group)
-        by_rank = {rank: facts for part in parts for rank, facts in part.items()}
+        by_rank = {dist.get_rank(): dict(facts)}
+        for group in groups:
+            parts: list[Any] = [None] * group.size()
+            dist.all_gather_object(parts, by_rank, group)
+            by_rank = {rank: facts for part in parts for rank, facts in part.items()}
     return _describe_difference(dict(sorted(by_rank.items())))
-
-
-def objects_of_ranks(value: _T, group: dist.ProcessGroup) -> list[_T]:
-    """Return the objects of all ranks of a group, unseen by dispatch modes."""
-    values: list[Any] = [None] * group.size()
-    with without_dispatch_modes(), torch.inference_mode(False):
-        dist.all_gather_object(values, value, group)
-    return values
 
 
 def _describe_difference(by_rank: Mapping[int, Mapping[str, str]]) -> str:

@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -311,23 +311,33 @@ class Gated(nn.Module):
         return self.down(F.relu(self.up(x))) * self.gate(x)
 
 
-def hops_of(axes: dict[str, int], local: list[str | None], **how: Any) -> list[int]:
-    """The bytes of each all-to-all of a backward. local: LOCAL_WORLD_SIZE of each rank."""
+def launched(local: Sequence[str | None], run: Callable[[], object], host: str = "") -> int:
+    """Run a function as if launched with each rank's LOCAL_WORLD_SIZE; return if it warned."""
+    value = local[dist.get_rank() % len(local)]
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        if value is not None:
+            patch.setenv("LOCAL_WORLD_SIZE", value)
+        patch.setattr("platform.node", lambda: host)
+        text._warned.clear()
+        run()
+    return sum("one hop" in str(each.message) for each in caught)
+
+
+def hops_of(axes: dict[str, int], local: list[str | None], hosts: int = 1) -> list[int]:
+    """The number of all-to-alls in a backward, the elements of those in float8, and the warnings.
+
+    local: LOCAL_WORLD_SIZE of each rank.
+    """
     mesh, rank = device_mesh(**axes), dist.get_rank()
     net = Gated(mesh) if "tp" in axes else fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        if (value := local[rank % len(local)]) is not None:
-            patch.setenv("LOCAL_WORLD_SIZE", value)
-        else:
-            patch.delenv("LOCAL_WORLD_SIZE", raising=False)
-        text._warned.clear()
-        set_gradient_transport(net, "float8", **how)
+    host = f"host {rank % hosts}"
+    warned = launched(local, lambda: set_gradient_transport(net, "float8"), host)
     output = net(torch.randn(4, 64, generator=torch.Generator().manual_seed(rank)))
     with comm_audit(mesh) as audit:
         output.float().sum().backward()
     found = [r.elements for r in audit.rows if r.op == "all_to_all" and not r.in_mixed_gather]
-    warned = ["one hop" in str(each.message) for each in caught]
-    return [audit.count("all_to_all"), *found, *map(int, warned)]
+    return [audit.count("all_to_all"), *found, *[1] * warned]
 
 
 def test_where_there_are_two_hops(ranks: RankPools) -> None:
@@ -344,7 +354,27 @@ def test_where_there_are_two_hops(ranks: RankPools) -> None:
         ({"tp": 2, "dp": 2}, ["2"], [1, 20480]),
     ):
         assert ranks(4).run_same(hops_of, axes, local) == expected, (axes, local)
+    assert ranks(4).run_same(hops_of, {"dp": 4}, [None], hosts=2) == [*one, 1]
     assert ranks(8).run_same(hops_of, {"dp": 4, "tp": 2}, ["4"]) == [2, 20480 + 10240]
+    # The shards of one replica share a node, those of another do not.
+    found = ranks(6).run(hops_of, {"replicas": 3, "dp": 2}, ["3"])
+    assert [each[0] for each in found] == [2] * 6
+
+
+def gradients_under_tp(transport: Any) -> dict[str, torch.Tensor]:
+    net = Gated(device_mesh(dp=4, tp=2))
+    set_gradient_transport(net, transport, nodes=transport and nodes_of(4))
+    rank = dist.get_rank() // 2
+    net(torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))).float().sum().backward()
+    return {name: p.grad.full_tensor() for name, p in net.named_parameters()}  # type: ignore[union-attr]
+
+
+@on_ranks(8)
+def test_two_hops_under_tensor_parallelism() -> None:
+    exact, summed, encoded = (gradients_under_tp(how) for how in (None, "fp32", "float8"))
+    for name in exact:
+        assert sqnr(exact[name], summed[name]) > 120
+        assert 25 < sqnr(exact[name], encoded[name]) < 40
 
 
 @on_ranks(4)
@@ -386,10 +416,16 @@ def test_modules_that_are_set_apart() -> None:
     with comm_audit(mesh) as audit:
         backward(apart, rank)
     assert (audit.count("all_to_all"), audit.count("reduce_scatter")) == (1, 1)
+    set_gradient_transport(apart, "float8", nodes=nodes_of(2), within_nodes="bf16")
     set_gradient_transport(apart, None)
     with comm_audit(mesh) as audit:
         backward(apart, rank)
     assert (audit.count("all_to_all"), audit.count("reduce_scatter")) == (0, 2)
+    set_gradient_transport(apart, "float8", within_nodes="bf16")  # of the only hop
+    with comm_audit(mesh) as audit:
+        backward(apart, rank)
+    assert audit.count("all_to_all") == 2
+    assert audit.count("all_to_all", dtype=torch.float8_e4m3fn) == 0
 
 
 class OwnReduceScatter:
@@ -418,7 +454,10 @@ def refusals() -> dict[str, str]:
         "within": lambda: call(net, "bf16", within_nodes="fp32"),
         "nodes of nothing": lambda: call(net, None, nodes=nodes_of(2)),
         "within of nothing": lambda: call(net, "fp32", within_nodes="bf16"),
-        "unknown nodes": lambda: call(net, "float8", within_nodes="bf16"),
+        "nodes differ": lambda: call(net, "bf16", nodes=None if dist.get_rank() else nodes_of(2)),
+        "within differs": lambda: call(net, "bf16", within_nodes=("bf16", None)[dist.get_rank()]),
+        "none differs": lambda: call(net, None if dist.get_rank() else "bf16"),
+        "launched": lambda: launched(["2.0"], lambda: call(net, "bf16")),
         "other nodes": lambda: call(net, "float8", nodes=DeviceMesh("cpu", [[0]])),
     }
     found = {name: raised(ValueError, each) for name, each in calls.items()}
@@ -451,8 +490,11 @@ filter of all: set_gradient_transport: transport='bf16' would encode no gradient
 within: set_gradient_transport: within_nodes is 'fp32'; it must be one of ('float8', 'bf16', None)
 nodes of nothing: set_gradient_transport: nodes is for a transport, and transport is None; drop it
 within of nothing: set_gradient_transport: high_precision and within_nodes are about how gradients are encoded, and transport='fp32' encodes none; drop them
-unknown nodes: set_gradient_transport: within_nodes='bf16', but LOCAL_WORLD_SIZE is not set (torchrun sets it), so which ranks share a node is not known; pass nodes
-other nodes: set_gradient_transport: each row of nodes must have the same number of the ranks that share gradients, in their order (2 from rank 0 on)
+nodes differ: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: nodes: [[0, 1]] on rank 0; None on rank 1. Give it the same arguments on all ranks
+within differs: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: within_nodes: bf16 on rank 0; None on rank 1. Give it the same arguments on all ranks
+none differs: set_gradient_transport: the ranks of DeviceMesh((dp=2), 'cpu') have set up the model in different ways: the transport of the gradient of flat.weight: bf16 on rank 0; None on rank 1. Give it the same arguments on all ranks
+launched: set_gradient_transport: LOCAL_WORLD_SIZE='2.0' is no number of ranks; unset it
+other nodes: set_gradient_transport: each row of nodes must have the same number of the ranks that share gradients, one after the other (2 from rank 0 on)
 fp64: set_gradient_transport: the root module has gradients of torch.float64; sums are taken in fp32. Set reduce_dtype, or give this module transport=None
 filter: set_gradient_transport: high_precision is 'norm'; it must be a function of a parameter's name and the parameter, such as lambda name, p: 'embed' in name
 model: expected a model (an nn.Module), got a list

@@ -281,26 +281,27 @@ def test_parameters_that_no_rank_uses(ranks: RankPools) -> None:
         assert {"heads.1.bias", "block.adapters.1.weight"} <= {*alone[0]} & {*two[0]}
 
 
-def step_with_other_modules(per_rank: int = 1) -> str:
-    """The error when some ranks run another one of two heads that are sharded separately.
+def step_with_other_modules(*heads: int) -> str:
+    """The error when each rank runs the given one of several heads that are sharded separately.
 
-    per_rank: the number of neighboring ranks that run the same head.
+    Four ranks are on two nodes, and six.
     """
-    mesh = device_mesh(dp=dist.get_world_size())
-    nodes = None if mesh.size() == 2 else nodes_of(2)
-    net = nn.ModuleDict({"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
-    for head in net.values():
-        fully_shard(head, mesh=mesh)
+    mesh, policy = device_mesh(dp=len(heads)), MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    net = nn.ModuleList(nn.Linear(8, 8) for _ in range(max(heads) + 1))
+    for head in net:
+        fully_shard(head, mesh=mesh, mp_policy=policy)
+    nodes = nodes_of(len(heads) // 2) if len(heads) > 2 else None
     set_gradient_transport(net, "float8", nodes=nodes)
-    head = net[("first", "second")[dist.get_rank() // per_rank % 2]]
-    return raised(ValueError, head(torch.ones(2, 8)).sum().backward)
+    return raised(ValueError, net[heads[dist.get_rank()]](torch.ones(2, 8)).sum().backward)
 
 
 def test_modules_that_only_some_ranks_run(ranks: RankPools) -> None:
-    first, second = ranks(2).run(step_with_other_modules)
-    assert "rank 0 reduces the gradients of first while ranks [1] reduce" in first
-    assert "rank 1 reduces the gradients of second while ranks [0] reduce" in second
-    # Within a node, and between nodes.
-    for per_rank, others in ((1, [1]), (2, [2])):
-        found = ranks(4).run(step_with_other_modules, per_rank)[0]
-        assert f"rank 0 reduces the gradients of first while ranks {others} reduce" in found
+    first, second = ranks(2).run(step_with_other_modules, 0, 1)
+    assert "rank 0 reduces the gradients of 0 while ranks [1] reduce" in first
+    assert "rank 1 reduces the gradients of 1 while ranks [0] reduce" in second
+    # Within nodes, between nodes, within one of them (all ranks raise), and with equal sums; bf16
+    # can't tell 3 x 253 from 3 x 254.
+    four = (0, 1, 0, 1), (0, 0, 1, 1), (0, 0, 0, 1), (1, 1, 0, 2)
+    for heads in (*four, (253, 253, 253, 254, 254, 254)):
+        for rank, found in enumerate(ranks(len(heads)).run(step_with_other_modules, *heads)):
+            assert f"rank {rank} reduces the gradients of {heads[rank]} while ranks" in found
