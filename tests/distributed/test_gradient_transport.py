@@ -218,6 +218,34 @@ all_to_all torch.float32 over dp: 0, 3,144 B
     )
 
 
+def sent(transport: Any, per_node: int) -> list[tuple[int, int]]:
+    """Bytes within and between nodes of a backward's gradients, without and with the transport."""
+    mesh, found = device_mesh(dp=dist.get_world_size()), []
+    for how, nodes in ((None, None), (transport, nodes_of(per_node))):
+        net = fully_shard(nn.Linear(256, 512, bias=False), mesh=mesh)
+        set_gradient_transport(net, how, nodes=nodes)
+        output = net(torch.randn(4, 256)).sum()
+        with comm_audit(mesh, gpus_per_node=per_node) as audit:
+            output.backward()
+        rows = [row for row in audit.rows if row.op != "all_gather"]
+        found.append((sum(r.bytes_within for r in rows), sum(r.bytes_between for r in rows)))
+    return found
+
+
+@pytest.mark.parametrize(("size", "per_node"), [(4, 2), (8, 4), (8, 2)])
+def test_bytes_between_nodes(ranks: RankPools, size: int, per_node: int) -> None:
+    gradients, flags = 256 * 512, 2  # used or not, and the module's number
+    ring = 4 * gradients * (size - 1) // size  # of the ring's links, one in per_node leaves a node
+    for transport, width in (("float8", 1 + 1 / 128), ("bf16", 2), ("fp32", 4)):
+        own, (within, between) = ranks(size).run_same(sent, transport, per_node)
+        assert own == (ring - ring // per_node, ring // per_node)
+        others, nodes = per_node - 1, size // per_node - 1
+        piece = width * gradients / size + 4 * flags  # of one rank
+        assert within == others * (nodes + 1) * piece
+        assert between == nodes * piece
+        assert between < width * gradients / per_node
+
+
 def _micro_batches(net: Uneven, rank: int) -> None:
     for step in range(3):
         net.set_requires_gradient_sync(step == 2)  # type: ignore[operator]

@@ -73,6 +73,7 @@ PLANS = [
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", *PEERS)),
     Plan(SMALL, DP_TP, 2, 32, "delayed", "bf16", "float8", gpus_per_node=2),
     *(Plan(SMALL, DP, 2, 32, variant) for variant in PACKED_OR_NOT),
+    Plan(SMALL, DP, 2, 32, "tensorwise", "float8", gpus_per_node=2),  # in two hops
     Plan(UNEVEN, DP, 2, 32, "rowwise_folded", gpus_per_node=2),
     Plan(FEW, EP, 2, 32, "mxfp8+mxfp4"),
     Plan(LATENT, EP_TP, 2, 32, "blockwise", gpus_per_node=2),
