@@ -55,15 +55,7 @@ def stage(name: str, module: str, *arguments: str, patience: float = 45.0) -> St
     return Stage(name, ("-m", f"scripts.bench.{module}", *arguments), patience)
 
 
-def parts(name: str, count: int, module: str, *arguments: str) -> tuple[Stage, ...]:
-    """Make `count` stages that divide the cases of one."""
-    return tuple(
-        stage(f"{name} {i}", module, *arguments, "--part", f"{i}/{count}")
-        for i in range(1, count + 1)
-    )
-
-
-SMOKE, SPEED, TESTS = "gpu_smoke", "gpu", "gpu_tests"
+SPEED, TESTS = "gpu", "gpu_tests"
 SHARED = "tests/gpu/test_gpu_shared.py"
 
 START = Group(25, (stage("start", SPEED, "versions"),))
@@ -71,14 +63,12 @@ START = Group(25, (stage("start", SPEED, "versions"),))
 CALLS: dict[str, tuple[Group, ...]] = {
     "A": (
         START,
-        Group(46, parts("kernels", 12, SMOKE, "kernels")),
         Group(
-            153,
+            199,
             (
-                *parts("inductor", 4, SMOKE, "inductor"),
                 stage("ranks", TESTS, SHARED, "--workers", "4", patience=150),
                 stage(
-                    "tests", TESTS, "tests/gpu", "--ignore", SHARED, "--workers", "8", patience=100
+                    "tests", TESTS, "tests/gpu", "--ignore", SHARED, "--workers", "12", patience=100
                 ),
             ),
         ),

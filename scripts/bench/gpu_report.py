@@ -53,8 +53,8 @@ def latest(results: Iterable[Result]) -> list[Result]:
 
 
 def in_stages(results: Sequence[Result], *stages: str) -> list[Result]:
-    """Return the results of the given stages, including their parts ("kernels 1")."""
-    return [r for r in results if r.stage.rstrip("0123456789 ") in stages]
+    """Return the results of the given stages."""
+    return [r for r in results if r.stage in stages]
 
 
 def spread(readings: Sequence[float]) -> list[str]:

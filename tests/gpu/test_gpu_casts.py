@@ -1,6 +1,6 @@
 """On a GPU: casts of any shape, compared with the CPU, and the kernels' two ways to round.
 
-scripts.bench.gpu_smoke also compares each kernel with the portable code, with special values.
+test_gpu_kernels.py also compares each kernel with the portable code, with special values.
 """
 
 from itertools import product

@@ -15,30 +15,15 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from fp8_dist.kernels.cuda.triton.launch import Kernel as TritonKernel
-from fp8_dist.kernels.custom_op import CustomOp
-from scripts.bench import (
-    gpu,
-    gpu_operators,
-    gpu_report,
-    gpu_results,
-    gpu_run,
-    gpu_smoke,
-    gpu_smoke_run,
-    gpu_tests,
-    host,
-)
+from scripts.bench import gpu, gpu_report, gpu_results, gpu_run, gpu_tests, host
 from scripts.bench.gpu_day import CALLS, SECONDS, Day, Group, Stage
-from scripts.bench.gpu_operators import operator_calls, triton_kernels
 from scripts.bench.gpu_results import BEHIND, FAILED, Result, add_options, append, read, run
 from scripts.common.candidates import TORCHAO
 from scripts.common.recipes import BF16, OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYER = "2048 x 4096 x 14336"
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # numpy: x / 0, NaN
 
 needs_cpu_build = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a build of torch for CUDA looks for its driver"
@@ -134,7 +119,7 @@ def test_a_call(tmp_path: Path) -> None:
     assert [line.split(": ")[0] for line in done.stdout.splitlines()[:-1]] == stages
     assert {r.stage for r in read(results / "results.jsonl")} == {*stages}
     with tarfile.open(results / "log_A.tgz") as archive:
-        assert "logs_A/kernels_1.log" in archive.getnames()
+        assert "logs_A/tests.log" in archive.getnames()
 
 
 def test_a_call_needs_a_gpu(tmp_path: Path) -> None:
@@ -164,7 +149,7 @@ def test_calls_fit_their_time_and_programs_take_the_words_of_stages(
         assert len({*names}) == len(names)
         started.clear()
         for stage in (stage for group in groups for stage in group.stages):
-            main = {"gpu": gpu, "gpu_smoke": gpu_smoke, "gpu_tests": gpu_tests}
+            main = {"gpu": gpu, "gpu_tests": gpu_tests}
             program = main[stage.words[1].rpartition(".")[2]]
             program.main([*stage.words[2:], "--stage", stage.name])
         assert started == ["tests" if name == "ranks" else name for name in names]
@@ -196,9 +181,9 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     layer_fields = {"shape": shape, "tokens": 8192, "flops": 2.9e12, **ident}
     lines = [
         Result("start", "versions", note="NVIDIA H100, torch 2.11.0", **ident),
-        Result("kernels 1", "amax, odd, launched", **ident),
-        Result("kernels 2", "quantize, odd, launched", error="AssertionError: 3 differ", **ident),
-        Result("kernels 2", "quantize, odd, launched", note="mended", **ident),
+        Result("ranks", "amax, odd, launched", **ident),
+        Result("ranks", "quantize, odd, launched", error="AssertionError: 3 differ", **ident),
+        Result("ranks", "quantize, odd, launched", note="mended", **ident),
         Result("tests", "test_gemms", error="RuntimeError: refused", **ident),
         Result("rates", "copy", readings=(1e-3, 2e-3, 3e-3), bytes=6 * 10**9, **ident),
         Result("kernel rates", "tensorwise", "tensorwise", note="_cast 2 us", **ident),
@@ -218,7 +203,7 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     for row in (
         r"Card: NVIDIA H100. Commit: abc.",
         r"- NVIDIA H100, torch 2.11.0",
-        r"| kernels 2 | 1 | 0 |",
+        r"| ranks | 2 | 0 |",
         r"- tests: test_gemms: RuntimeError: refused",
         r"| copy | 3.00 TB/s | 4 TB/s | 1.000 to 3.000 |",
         r"- tensorwise: _cast 2 us",
@@ -233,103 +218,6 @@ def test_a_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit, match=r"^2$"):
         gpu_report.main([str(path)])
     assert f"{path}, line 1, is no result" in capsys.readouterr().err
-
-
-# Kernels and compiled casts, compared with other code
-
-
-@pytest.fixture
-def tried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`tried(part, *options)` runs a part on the CPU, and returns results by name of the case."""
-    monkeypatch.setattr(gpu_operators, "SHAPES", {False: (48, 256), True: (37, 131)})
-
-    def run(part: str, *options: str, status: int = 0) -> dict[str, str]:
-        assert gpu_smoke.main([part, "--device", "cpu", *options]) == status
-        lines = [line.split(": ", 2) for line in capsys.readouterr().out.splitlines()]
-        assert all(line[0] == part for line in lines)
-        return {name: "".join(rest) for _, name, *rest in lines}
-
-    return run
-
-
-def test_the_calls_reach_every_operator_and_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched: set[TritonKernel] = set()
-    monkeypatch.setattr(gpu_operators, "SHAPES", {False: (48, 256), True: (37, 131)})
-    monkeypatch.setattr(TritonKernel, "__call__", lambda kernel, *_, **__: launched.add(kernel))
-    kernels = {}
-    for name, (op, args, kwargs) in operator_calls("cpu", odd=False).items():
-        launched.clear()
-        op.implementations["cuda"](*args, **kwargs)
-        kernels[name] = {*launched}
-    assert set.union(*kernels.values()) == {*triton_kernels()}
-    assert len(triton_kernels()) > 15
-    modules = [m for name, m in sys.modules.items() if name.startswith("fp8_dist.")]
-    ops = {op for m in modules for op in vars(m).values() if isinstance(op, CustomOp)}
-    on_gpus = {op: op.implementations.get("cuda") for op in ops}
-    fused = {o for o, run in on_gpus.items() if ".cuda.triton." in getattr(run, "__module__", "")}
-    assert {op for op, *_ in operator_calls("cpu", odd=True).values()} == fused
-    names = [name for name, _ in gpu_smoke_run.kernel_cases("cpu")]
-    assert names == [f"{n}, {kind}, launched" for kind in ("aligned", "odd") for n in kernels]
-
-
-def test_processes_share_the_calls_and_find_a_wrong_launch(
-    tried: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    only = "kernels", "--only", "scaling_from"
-    parts = [tried(*only, "--part", f"{i}/3") for i in (1, 2, 3)]
-    for part in parts:  # each part has all cases of a call
-        assert {name.rpartition(", ")[0] + ", launched" for name in part} <= part.keys()
-    launched, calls = gpu_smoke_run.launched, []
-
-    def wrong(call: Any) -> dict[str, torch.Tensor]:
-        results = launched(call)
-        calls.append(call)
-        if len(calls) == 2:
-            results["result 1"].fill_(torch.nan)
-        return results
-
-    monkeypatch.setattr(gpu_smoke_run, "launched", wrong)
-    results = tried(*only, status=3)
-    assert len(results) == sum(map(len, parts)) == 4
-    assert set.union(*map(set, parts)) == {*results}
-    (failed,) = (text for text in results.values() if "FAILED" in text)
-    assert re.search(r"AssertionError: call 1, result 1: 47 of 48 elements differ, .*: nan", failed)
-
-
-def test_differences_are_named() -> None:
-    x = torch.tensor([[1.0, torch.nan, 3.0], [4.0, -0.0, 6.0]])
-    y = torch.tensor([[1.0, -torch.nan, 3.0], [4.0, 0.0, 7.0]])
-    assert gpu_smoke_run.difference(x[0], y[0]) == ""
-    text = "2 of 6 elements differ, the first at (1, 1): -0.0 instead of 0.0"
-    assert gpu_smoke_run.difference(x, y) == text
-    assert gpu_smoke_run.difference(x[0], x) == "float32 (3,) instead of float32 (2, 3)"
-
-
-class Kernel(CachingAutotuner):
-    """A kernel whose last launch config writes a NaN."""
-
-    def __init__(self) -> None:
-        self.launchers: list[Any] = [lambda x: x, lambda x: x, lambda x: x.fill_(0x7F)]
-
-    def run(self, x: torch.Tensor) -> None:
-        if len(self.launchers) > 1:
-            self.autotune_to_one_config(x)
-        (launcher,) = self.launchers
-        launcher(x.view(torch.uint8)[3, 5])
-
-
-def test_a_wrong_launch_config_is_found(tried: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = Kernel()
-
-    def compiled(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        casts = gpu_smoke_run.casts(*args, **kwargs)
-        kernel.run(casts["transposed"])
-        return casts
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled)
-    results = tried("inductor", "--only", "64 x 48, bfloat16 to e5m2, saturated", status=3)
-    (text,) = results.values()
-    assert "config 2, transposed: 1 of 3072 elements differ, the first at (3, 5): nan" in text
 
 
 # Benchmarks, on a fake device that computes nothing
@@ -355,7 +243,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     words = ["--repeat", "2", "--results", str(path), "--begun", str(tmp_path / "begun")]
     code = f"""
-from scripts.bench import gpu, gpu_run, gpu_smoke
+from scripts.bench import gpu, gpu_run
 run, layer_of, words = gpu.main, gpu_run.layer_of, {words!r}
 
 def fails(name, *args):
@@ -373,9 +261,6 @@ small = ["--blocks", "1", "--tokens", "64", "--only", "tensorwise"]
 assert run(["blocks", *words, *small]) == 0
 assert run(["experts", *words, "--only", "512) rows, bf16"]) == 0
 assert run(["nccl", *words]) == 3
-only = ["--only", "transposed_copy, odd", "64 x 48, bfloat16 to e5m2"]
-for part in ("kernels", "inductor"):
-    assert gpu_smoke.main([part, *words[2:], "--stage", f"smoke {{part}}", *only]) == 0
 """
     own = {"PYTHONUNBUFFERED": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests/support"}
     command = [sys.executable, "-m", "fake_cuda.rehearsal", "-c", code]
@@ -403,8 +288,6 @@ for part in ("kernels", "inductor"):
     assert [line.recipe for line in lines["experts"]] == ["bf16", "bf16"]
     assert [line.recipe for line in lines["nccl"]] == ["bf16", "tensorwise", *TORCHAO[:1]]
     assert "NCCL" in lines["nccl"][0].error  # which a CPU build lacks
-    assert ", side stream" in " ".join(names(lines["smoke kernels"]))
-    assert len(names(lines["smoke inductor"])) == 2
 
 
 @needs_cpu_build

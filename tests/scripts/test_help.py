@@ -13,7 +13,6 @@ LEFT_OUT = {
 WRONG = """\
 scripts.bench.gpu layers --device cuda --clock cpu: --clock cpu does not see
 scripts.bench.gpu_report nowhere.jsonl: no results in nowhere.jsonl
-scripts.bench.gpu_smoke kernels --part 4/3: invalid share_type value
 scripts.bench.host --candidates fp16: invalid choice: 'fp16'
 scripts.bench.host --dim 100: 100 is not a multiple of 128
 scripts.bench.linear --shapes 16x40x16: positive multiples of 16

@@ -22,12 +22,12 @@ import torch
 import triton
 from fake_cuda.process import FakeCudaProcess
 from inductor_kernels import code_of_product, loaded, sources
+from operator_calls import operator_calls
 from torch.utils._pytree import tree_leaves
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from fp8_dist.kernels.cuda.triton import launch
-from scripts.bench.gpu_operators import operator_calls
 
 M, K = 8192, 4096
 _CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -160,7 +160,7 @@ def compiled(architecture: str, index: int) -> list[Compiled]:
         patch.object(launch, "rounds_to", lambda dtype, device: not compiler.driver.amd),
     ):
         # (The kernels are the same for any odd number of rows.)
-        for name, (op, args, kwargs) in operator_calls("cpu", True, (95, 4096)).items():
+        for name, (op, args, kwargs) in operator_calls(95, 4096).items():
             is_chosen = os.environ.get("KERNEL") in (None, op.__name__)
             if is_chosen and "float16" not in name.replace("bfloat16", ""):
                 op.implementations["cuda"](*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Calls of every operator that has Triton kernels, with edge cases in the data, for gpu_smoke."""
+"""Calls of every operator that has Triton kernels, with edge cases in the data."""
 
 import math
 from collections.abc import Iterator
@@ -22,8 +22,6 @@ from fp8_dist.kernels.scale import INTEGERS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 BOTH = [False, True]
-# Several tiles in both directions; True: odd sizes.
-SHAPES = {False: (320, 2560), True: (331, 2569)}
 
 
 class Call(NamedTuple):
@@ -59,17 +57,14 @@ def copied(x: Tensor, device: torch.device | str | None = None) -> Tensor:
     return to
 
 
-def operator_calls(
-    device: torch.device | str, odd: bool, shape: tuple[int, int] | None = None
-) -> Calls:
-    """Calls by name. ``odd``: use sizes that no tile divides. ``shape``: use these sizes."""
-    m, k = shape or SHAPES[odd]
+def operator_calls(m: int, k: int) -> Calls:
+    """Calls by name, on CPU matrices ``[m, k]``. The names are the same for all sizes."""
     calls: Calls = {}
     torch.manual_seed(0)
     cast_families = amax_calls, cast_calls, fold_calls, block_calls
     for family in (*cast_families, gemm_calls, message_calls):
         calls |= family(m, k)
-    return {name: moved(operator_call, device) for name, operator_call in calls.items()}
+    return calls
 
 
 def moved(of: Call, device: torch.device | str | None = None) -> Call:
