@@ -1,6 +1,7 @@
-"""Text for users: names of modules and parameters, tables, and warnings."""
+"""Text for users: names of modules and parameters, tables, progress, and warnings."""
 
 import re
+import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import is_dataclass
@@ -87,6 +88,11 @@ def kind_of(value: object) -> str:
     """Name the type of a value, and tell torchao's types from the library's of the same name."""
     name = type(value).__name__
     return f"torchao's {name}" if is_torchaos(type(value)) else f"a {name}"
+
+
+def progress(text: str) -> None:
+    """Print what a command does next, as a line to stderr."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def warn_once(kind: str, message: str) -> None:

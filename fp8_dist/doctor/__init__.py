@@ -1,7 +1,7 @@
 """Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
 It prints the relevant versions and devices, the layers of a model that would be converted, and
-which of them would become faster, from how many tokens on::
+which of them would become faster, from how many tokens on. The last line is a verdict::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --tp 2 --tokens 8192
@@ -16,6 +16,9 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fp8_dist.recipe_names import Float8LinearRecipeName
+from fp8_dist.text import progress
+
+NEXT = "Next: --model package.module:function says what a model would gain on an H100."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,15 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args != parser.parse_args([]):
         parser.error("--recipe, --tp and --tokens describe the use of a model: give --model")
     machine, models = (import_module(f"{__name__}.{name}") for name in ("machine", "models"))
-    lines = [*machine.environment()]
+    lines, gain = [*machine.environment()], NEXT
     if args.model is not None:
+        progress(f"building and converting {args.model}")
         try:
             model, where = models.build_model(args.model)
         except ValueError as error:
             parser.error(str(error))
         lines.append(f"\nmodel {args.model}, built on {where}")
-        lines += models.model_report(model, args.recipe, args.tp, args.tokens)
-    print("\n".join(lines))
+        *report, gain = models.model_report(model, args.recipe, args.tp, args.tokens)
+        lines += report
+    print(*lines, f"\nverdict: {machine.outlook()} {gain}", sep="\n")
     return 0
 
 

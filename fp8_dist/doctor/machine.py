@@ -1,4 +1,4 @@
-"""Versions, devices, communication and switches of this machine."""
+"""Versions, devices, communication and switches of this machine, and whether float8 runs on it."""
 
 import platform
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
+from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind, is_as_measured
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
 from fp8_dist.version import __version__
 
@@ -18,10 +18,9 @@ OLDEST_TORCH = "2.11"
 
 def environment() -> Iterator[str]:
     """Yield lines about the versions, the devices and the switches of this machine."""
-    is_old = torch.__version__ < OLDEST_TORCH
     oldest = f"{OLDEST_TORCH} or later"
     yield f"fp8_dist {__version__}, Python {platform.python_version()}"
-    supported = f"not supported: fp8_dist needs {oldest}" if is_old else f"supported ({oldest})"
+    supported = f"not supported: fp8_dist needs {oldest}" if _is_old() else f"supported ({oldest})"
     yield f"torch {torch.__version__}: {supported}"
     yield "\nfloat8 GEMMs"
     yield "  cpu: emulated in a wider type, as on every CPU"
@@ -46,6 +45,26 @@ def environment() -> Iterator[str]:
         yield f"  {error}"
     if not switches:
         yield "  none is set"
+
+
+def outlook() -> str:
+    """Return a sentence on whether float8 runs on this machine, and how fast."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    native = [device for device in devices if device_has_float8_gemm(device)]
+    if _is_old():
+        return f"float8 does not run here: install torch {OLDEST_TORCH} or later."
+    if native:
+        is_tried = any(map(is_as_measured, native))
+        text = f"float8 {'runs' if is_tried else 'was never tried, but should run'} natively on "
+        text += f"{len(native)} of {len(devices)} GPUs"
+        return f"{text}." if find_spec("triton") else f"{text}: install Triton for fused casts."
+    if devices:
+        return "float8 is only emulated on this GPU, slower than bf16: train in bf16 here."
+    return "float8 runs on this CPU, but emulated: for tests, not for speed."
+
+
+def _is_old() -> bool:
+    return torch.__version__ < OLDEST_TORCH
 
 
 def _gpus() -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import pkgutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.quantization import ALIGNMENT
-from fp8_dist.model.break_even import expectation
+from fp8_dist.model.break_even import expectation, tokens_to_gain
 from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
@@ -57,7 +57,10 @@ def _describe(error: Exception) -> str:
 
 
 def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> Iterator[str]:
-    """Convert a model, and yield lines about the layers that are converted, or would gain speed."""
+    """Convert a model, and yield lines about the layers that are converted, or would gain speed.
+
+    The last one is a verdict on the model.
+    """
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
     yield "module_filter_fn=skip_head(model)"
@@ -66,7 +69,8 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
         with warnings.catch_warnings(action="ignore"):  # the summary has the same information
             model = convert_to_float8_training(model, module_filter_fn=admits, config=config)
     except ValueError as error:
-        yield f"refused: {error}\n\nverdict: nothing is converted: expect no gain"
+        yield f"refused: {error}"
+        yield "Nothing of the model is converted. Next: change what is refused, or stay in bf16."
         return
     if any(row.kind == "experts" for row in conversion_summary(model).rows):
         try:
@@ -98,6 +102,24 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
     gaining = [row for row in summary.converted if not why_small(row)]
     counts = f"{len(gaining)} of {len(summary.converted)} float8 layers"
     share = f"{summary.share(gaining):.1%} of the parameters"
-    yield f"verdict: {counts} ({share}) are large enough to gain"
+    yield f"large enough to gain: {counts} ({share})"
     if linear := [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]:
         yield f"the {len(linear)} linear layers: {expectation(linear, tokens)}"
+    yield _gain(bool(gaining), linear, tokens)
+
+
+def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
+    """Say whether a model gains speed, and what to do next, by the sizes of its linear layers."""
+    enough = tokens_to_gain(linear)
+    if not has_gaining:
+        return "The model's float8 layers are all too small to gain speed: stay in bf16."
+    if not linear:
+        return "Next: compare the times of a few steps with bf16, as experts have no estimate."
+    says, step = f"from about {enough:,} tokens per micro-batch on", "add --tokens N with yours"
+    if tokens is not None:
+        says = f"with {tokens:,} tokens"
+        step = "torch.compile each block, and compare the times of a few steps with bf16"
+        if tokens < enough:
+            step = f"use {enough:,} or more per micro-batch, or CUDA graphs, or stay in bf16"
+            return f"On an H100 the model is slower than in bf16 {says}. Next: {step}."
+    return f"On an H100 the model gains {says}, if compiled. Next: {step}."

@@ -8,7 +8,6 @@ import dataclasses
 import errno
 import json
 import math
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from itertools import takewhile
@@ -22,6 +21,7 @@ from fp8_dist.debug.audit import CommTable
 from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.rows import product
 from fp8_dist.report import writer
+from fp8_dist.text import progress
 
 JsonRow = dict[str, Any]
 _T = TypeVar("_T")
@@ -32,11 +32,6 @@ MEASURES = ("amax", "underflow", "saturation", "nonfinite", "sqnr")
 RECORDED = ("step", "position", "fqn", "operand", "gemms", "folded", "delayed", "nonfinite")
 LAST_STEPS = 20  # the number of last steps by which a run is judged
 FILES = (writer.CONFIG, *writer.GROWING, writer.COMM)
-
-
-def progress(text: str) -> None:
-    """Print what the report does next, to stderr."""
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass

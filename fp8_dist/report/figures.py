@@ -17,8 +17,9 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
-from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences
 from fp8_dist.report.writer import LIMITS
+from fp8_dist.text import progress
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]

@@ -9,10 +9,11 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
-from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, progress, read_runs
+from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, read_runs
 from fp8_dist.report.figures import charts, heat_maps, layer_chart
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
+from fp8_dist.text import progress
 
 MAX_ANOMALIES = 200  # the largest number of rows in their table
 MAX_LAYERS = 8  # layers of a run whose anomalies have a picture

@@ -3,7 +3,7 @@
     python -m scripts.plan --model 405b --mesh dp=2048,tp=8 --recipe tensorwise
     python -m scripts.plan --model deepseek_v3 --mesh dp=8,ep=8,tp=8 --recipe rowwise_folded
 
-    python -m scripts.plan --model package.module:function --mesh dp=64
+    python -m scripts.plan --model package.module:function --mesh dp=64 --seq-len 4096
 
 One process plays rank 0 of a fake world. It builds the real model with fake tensors (TP + SP over
 tp, FSDP2 over dp, AdamW; experts divided over ep and tp, with equal numbers of tokens) and runs one
@@ -33,6 +33,7 @@ from importlib import import_module
 from typing import get_args
 
 from fp8_dist.recipe_names import ExpertsRecipe
+from fp8_dist.text import progress
 from scripts.common.options import mesh_text, mesh_type, positive
 from scripts.common.recipes import PACKED, RECIPES
 from scripts.common.report import make_parser, parse, run
@@ -49,7 +50,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text = f"{named}; a function makes a model; default: %(default)s"
     add("--model", default="405b", metavar="MODEL", help=text)
     axes = partial(mesh_type, axes=("dp", "ep", "tp"))
-    add("--mesh", type=axes, default="dp=2048,tp=8", help=f"up to {MOST_RANKS:,} ranks")
+    text = f"up to {MOST_RANKS:,} ranks; default: dp=2048,tp=8, and dp=8 for a function's model"
+    add("--mesh", type=axes, help=text)
     add("--layers", type=positive, help="blocks of the model; default: all")
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
@@ -64,6 +66,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--gradient-transport", nargs="+", choices=[*ways, "fp32"], metavar="NAME", help=text)
     add("--reduce-transport", choices=ways, help=f"{too} tensor parallelism's sums in this")
     args = parse(parser, argv)
+    args.mesh = args.mesh or axes("dp=8" if ":" in args.model else "dp=2048,tp=8")
     packed = [f"{name}+{args.weight_format}" for name in args.recipe if args.weight_format]
     if not {*packed} <= {*PACKED}:
         parser.error(f"--weight-format {args.weight_format} is for --recipe mxfp8 or blockwise")
@@ -106,12 +109,10 @@ def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check the options for a model MODULE:FUNCTION, which must be convertible in each recipe."""
-    if ":" not in args.model:
-        names = ", ".join(MODELS)
-        parser.error(f"--model {args.model}: it is not MODULE:FUNCTION or one of {names}")
     if args.layers is not None or args.mesh["ep"] > 1:
         parser.error(f"--layers and ep are for {', '.join(MODELS)}")
     tp, own_model = args.mesh["tp"], import_module("scripts.plan.own_model")
+    progress(f"building and converting {args.model}")
     try:
         args.longest = own_model.longest(own_model.make(args.model))
         for name in args.recipe:

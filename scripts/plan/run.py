@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import torch
-from tqdm import tqdm
 
+from fp8_dist.text import progress
 from scripts.common.candidates import TORCHAO
 from scripts.common.recipes import BF16
 from scripts.common.report import finish
@@ -64,10 +64,12 @@ def run_all(plans: Sequence[Plan]) -> list[Step | str]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     jobs = min(os.cpu_count() or 1, 4)
+    progress(f"planning {len(plans)} steps, {min(jobs, len(plans))} at a time")
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_fake, plan) for plan in plans]
-        for future in tqdm(as_completed(futures), total=len(plans), unit="run", disable=None):
+        for done, future in enumerate(as_completed(futures), 1):
             future.result()  # the first error ends the run
+            progress(f"{done} of {len(plans)} steps are planned")
         return [future.result() for future in futures]
 
 

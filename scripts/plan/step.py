@@ -29,6 +29,7 @@ from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
 from fp8_dist.fsdp.gradient_transport import Transport
 from fp8_dist.fsdp.weight import Float8AllGatherWeight
 from fp8_dist.mesh import local_tensor
+from fp8_dist.text import progress
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.weights import float8_weights
 from scripts.common.llama import LlamaConfig
@@ -130,6 +131,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
         fake_tensors: whether the default group is fake, and tensors should be fake too.
     """
     wire, model, admits = plan.reduce_transport, nn.Module(), is_float8
+    progress(f"{plan.name}: building the model")
     if isinstance(plan.model, str):
         model = own_model.build(plan.variant, plan.model, mesh, wire)
         admits = skip_head(model)
@@ -171,6 +173,7 @@ def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
+        progress(f"{plan.name}: {name}")
         with TimedAudit(mesh, plan) as audit:
             yield
         step.seconds += audit.seconds

@@ -212,7 +212,11 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setitem(MODELS, "debug", SMALL)
     argv = ["--model", "debug", "--mesh", "dp=2,tp=2", "--seq-len", "16", "--layers=2"]
     assert plan.main([*argv, "--gradient-transport", "float8"]) == 0
-    found = tables_of(capsys.readouterr().out)
+    said = capsys.readouterr()
+    count = 3 + len(PEERS)
+    assert f"planning {count} steps, " in said.err
+    assert f"{count} of {count} steps are planned\n" in said.err
+    found = tables_of(said.out)
     assert found.keys() == {"summary", "axes", "collectives", "memory"}
     summary = {line[0]: line for line in found["summary"]}
     encoded = "tensorwise, float8 gradients"
@@ -267,7 +271,9 @@ def test_hops_take_the_sum_of_their_times() -> None:
 
 
 def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
-    args = plan.parse_args(["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"])
+    own = ["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"]
+    assert plan.parse_args(own).mesh == {"dp": 8, "tp": 1}
+    args = plan.parse_args([*own, "--mesh", "dp=2,tp=4"])
     assert (args.sizes, args.seq_len) == (HF, 32)
     variants = [each.variant for each in run.plans_of(args)]
     assert variants == ["mxfp8", "mxfp8+mxfp4", "bf16"]  # torchao has no plan for tp

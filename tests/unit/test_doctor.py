@@ -69,7 +69,10 @@ def no_model() -> int:
 
 def report(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert doctor.main(arguments) == 0
-    return capsys.readouterr().out
+    said = capsys.readouterr()
+    progress = [f"building and converting {arguments[1]}"] if "--model" in arguments else []
+    assert said.err.splitlines() == progress
+    return said.out
 
 
 def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str) -> str:
@@ -78,21 +81,27 @@ def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str
     return text[text.index("\nmodel ") + 1 :]
 
 
+A100 = SimpleNamespace(name="A100", major=8, minor=0)
+L40 = SimpleNamespace(name="L40", major=8, minor=9)
+H100 = SimpleNamespace(name="H100", major=9, minor=0)
+
+
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     """Simulate a machine with an A100 and an H100, and torch's build for CUDA."""
-    devices = [
-        SimpleNamespace(name="A100", major=8, minor=0),
-        SimpleNamespace(name="H100", major=9, minor=0),
-    ]
+    devices = [A100, H100]
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        return devices[device.index].major, devices[device.index].minor
+
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (devices[d.index].major, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
     device_has_float8_gemm.cache_clear()
     device_kind.cache_clear()
-    yield
+    yield devices
     device_has_float8_gemm.cache_clear()
     device_kind.cache_clear()
 
@@ -142,7 +151,7 @@ def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert set(re.findall(r"\bFP8_DIST_[A-Z_]+", env.__doc__ or "")) == set(env.SWITCHES)
     for name in env.set_switches():
         monkeypatch.delenv(name)
-    assert report(capsys).endswith("FP8_DIST_* switches\n  none is set\n")
+    assert "FP8_DIST_* switches\n  none is set\n\nverdict: " in report(capsys)
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNEMENT", "1")
     text = report(capsys)
@@ -166,21 +175,83 @@ def test_the_report_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
 auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that are not multiples of 16, unless pad_inner_dim=True)
   layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
 
-verdict: 4 of 6 float8 layers (93.6% of the parameters) are large enough to gain
+large enough to gain: 4 of 6 float8 layers (93.6% of the parameters)
 the 6 linear layers: at the rates of an H100 they gain from about 10,100 tokens per rank and micro-batch on if compiled, 17,300 in eager code (more under FSDP2)
+
+verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 10,100 tokens per micro-batch on, if compiled. Next: add --tokens N with yours.
 """,
     )
 
 
-def test_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
-    *_, small, gains = report_of(capsys, "small", "--tokens", "8192").splitlines()
-    assert small == (
-        "verdict: 0 of 2 float8 layers (0.0% of the parameters) are large enough to gain"
+def verdict(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line of a report."""
+    lines = report(capsys, *arguments).splitlines()
+    assert [i for i, line in enumerate(lines) if line.startswith("verdict: ")] == [len(lines) - 1]
+    return lines[-1].removeprefix("verdict: ")
+
+
+ON_A_CPU = "float8 runs on this CPU, but emulated: for tests, not for speed. "
+
+
+def test_verdicts_on_machines(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[SimpleNamespace],
+) -> None:
+    step = " Next: --model package.module:function says what a model would gain on an H100."
+
+    def on(*devices: SimpleNamespace) -> str:
+        device_has_float8_gemm.cache_clear()
+        device_kind.cache_clear()
+        gpus[:] = devices
+        text = verdict(capsys)
+        assert text.endswith(step)
+        return text.removesuffix(step)
+
+    assert on() == ON_A_CPU.strip()
+    assert on(A100) == "float8 is only emulated on this GPU, slower than bf16: train in bf16 here."
+    assert on(A100, H100) == "float8 runs natively on 1 of 2 GPUs."
+    assert on(H100) == "float8 runs natively on 1 of 1 GPUs."
+    tried = "float8 was never tried, but should run natively on 1 of 1 GPUs."
+    assert on(L40) == tried
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert on(H100) == "float8 runs natively on 1 of 1 GPUs: install Triton for fused casts."
+    assert on(A100).startswith("float8 is only emulated")
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.1+cpu"))
+    assert on(H100) == "float8 does not run here: install torch 2.11 or later."
+
+
+def test_verdicts_on_models(capsys: pytest.CaptureFixture[str]) -> None:
+    def of(function: str, *arguments: str) -> str:
+        text = verdict(capsys, "--model", f"{__name__}:{function}", *arguments)
+        assert text.startswith(ON_A_CPU)
+        return text.removeprefix(ON_A_CPU)
+
+    assert_expected_inline(
+        "\n".join(
+            [
+                of("tied"),
+                of("small", "--tokens", "8192"),
+                of("model"),
+                *(of("model", "--tokens", tokens) for tokens in ("4900", "5000")),
+            ]
+        ),
+        """\
+Nothing of the model is converted. Next: change what is refused, or stay in bf16.
+The model's float8 layers are all too small to gain speed: stay in bf16.
+On an H100 the model gains from about 5,000 tokens per micro-batch on, if compiled. Next: add --tokens N with yours.
+On an H100 the model is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
+On an H100 the model gains with 5,000 tokens, if compiled. Next: torch.compile each block, and compare the times of a few steps with bf16.""",
     )
-    assert gains.startswith("the 2 linear layers: at the rates of an H100 they gain from about ")
-    assert "With 8,192 the host bounds the step, also if compiled: slower than bf16." in gains
-    nothing = report_of(capsys, "tied").splitlines()
-    assert nothing[-1] == "verdict: nothing is converted: expect no gain"
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_verdict_is_on_the_machine_and_the_model(capsys: pytest.CaptureFixture[str]) -> None:
+    text = verdict(capsys, "--model", f"{__name__}:model", "--tokens", "16384")
+    assert text == (
+        "float8 runs natively on 1 of 2 GPUs. On an H100 the model gains with 16,384 tokens, if "
+        "compiled. Next: torch.compile each block, and compare the times of a few steps with bf16."
+    )
 
 
 def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ COMMANDS = """
 import contextlib, io, runpy, sys
 sys.modules["torch"] = None  # its import is an error
 import fp8_dist
-for command in ("fp8_dist.doctor", "fp8_dist.report", "fp8_dist.debug.replay"):
+for command in ("fp8_dist", "fp8_dist.doctor", "fp8_dist.report", "fp8_dist.debug.replay"):
     for option in ("--help", "--other"):
         sys.argv, said = ["", option], io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -43,7 +43,7 @@ def output(program: str, *arguments: str) -> list[str]:
 
 
 def test_commands_answer_without_torch() -> None:
-    commands = ("fp8_dist.doctor", "fp8_dist.report", "fp8_dist.debug.replay")
+    commands = ("fp8_dist", "fp8_dist.doctor", "fp8_dist.report", "fp8_dist.debug.replay")
     usages = [f"{status} usage: python -m {name}" for name in commands for status in (0, 2)]
     missing = "import of torch halted; None in sys.modules"
     assert output(COMMANDS) == [*usages, fp8_dist.__version__, missing]
