@@ -6,7 +6,7 @@ describes them. Benchmarks and measurements are in that file alone.
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fp8_dist.text import aligned
@@ -17,6 +17,8 @@ COMMANDS = {
     "python -m fp8_dist.report RUN...": "a page of runs: the first bad step or a verdict, charts",
     "python -m fp8_dist.debug.replay FOLDER": "the first wrong value in a recording of a step",
 }
+# A row of the table of scripts, unless it is for a benchmark or a measurement.
+ROW = re.compile(r"^\| `((?!.*scripts\.(?:bench|measure)).+?)` \| (.+) \|$", re.MULTILINE)
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "README.md"
 
 
@@ -28,16 +30,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     about = "Lists the commands of fp8_dist. Each has --help."
     argparse.ArgumentParser("python -m fp8_dist", description=about).parse_args(argv)
-    print(f"Commands of fp8_dist {__version__}. Each has --help.\n\n{_listed(COMMANDS)}")
+    print(f"Commands of fp8_dist {__version__}. Each has --help.\n\n{_listed(COMMANDS.items())}")
     if SCRIPTS.is_file():
-        rows = dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", SCRIPTS.read_text(), re.MULTILINE))
-        main_ones = {c: text for c, text in rows.items() if not re.search("bench|measure", c)}
-        print(f"\nIn this checkout ({SCRIPTS} has more):\n\n{_listed(main_ones)}")
+        rows = ROW.findall(SCRIPTS.read_text())
+        print(f"\nIn this checkout ({SCRIPTS} has more):\n\n{_listed(rows)}")
     return 0
 
 
-def _listed(commands: dict[str, str]) -> str:
-    return aligned([f"  {command}", text] for command, text in commands.items())
+def _listed(commands: Iterable[tuple[str, str]]) -> str:
+    return aligned([f"  {command}", text] for command, text in commands)
 
 
 if __name__ == "__main__":

@@ -54,10 +54,9 @@ def outlook() -> str:
     if _is_old():
         return f"float8 does not run here: install torch {OLDEST_TORCH} or later."
     if native:
-        is_tried = any(map(is_as_measured, native))
-        text = f"float8 {'runs' if is_tried else 'was never tried, but should run'} natively on "
-        text += f"{len(native)} of {len(devices)} GPUs"
-        return f"{text}." if find_spec("triton") else f"{text}: install Triton for fused casts."
+        runs = "runs" if any(map(is_as_measured, native)) else "was never tried, but should run"
+        end = "." if find_spec("triton") else ": install Triton for fused casts."
+        return f"float8 {runs} natively on {len(native)} of {len(devices)} GPUs{end}"
     if devices:
         return "float8 is only emulated on this GPU, slower than bf16: train in bf16 here."
     return "float8 runs on this CPU, but emulated: for tests, not for speed."

@@ -101,8 +101,7 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
     yield "" if small else "  none\n"
     gaining = [row for row in summary.converted if not why_small(row)]
     counts = f"{len(gaining)} of {len(summary.converted)} float8 layers"
-    share = f"{summary.share(gaining):.1%} of the parameters"
-    yield f"large enough to gain: {counts} ({share})"
+    yield f"large enough to gain: {counts} ({summary.share(gaining):.1%} of the parameters)"
     if linear := [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]:
         yield f"the {len(linear)} linear layers: {expectation(linear, tokens)}"
     yield _gain(bool(gaining), linear, tokens)
@@ -117,8 +116,7 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
         return "Next: compare the times of a few steps with bf16, as experts have no estimate."
     says, step = f"from about {enough:,} tokens per micro-batch on", "add --tokens N with yours"
     if tokens is not None:
-        says = f"with {tokens:,} tokens"
-        step = "torch.compile each block, and compare the times of a few steps with bf16"
+        says, step = f"with {tokens:,} tokens", "torch.compile each block, and time it beside bf16"
         if tokens < enough:
             step = f"use {enough:,} or more per micro-batch, or CUDA graphs, or stay in bf16"
             return f"On an H100 the model is slower than in bf16 {says}. Next: {step}."

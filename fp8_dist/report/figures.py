@@ -5,7 +5,9 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import groupby, product
+from operator import itemgetter
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -13,7 +15,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
@@ -24,6 +26,7 @@ from fp8_dist.text import progress
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Ends = tuple[float, float]
+Grid = tuple[list[str], list[int], Array, Mask]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
@@ -69,9 +72,26 @@ def layer_chart(run: Run, fqn: str) -> str:
             axes.set(title=title, xlabel="step")
         if left.dataLim.minposy < math.inf:
             left.set_yscale("log")
+            left.yaxis.set_major_formatter(LogFormatter())  # the default writes TeX
+            left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         if rows:
             figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=10)
         return _picture(figure)
+
+
+def worst_layers(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
+    """Return the layers of all runs, the nearest to a limit first, each with its worst cast.
+
+    A row has the part of the limit (infinity: not finite, -infinity: no value), minus the step, the
+    names of the run, the layer, the cast and the measure, its value, and the limit.
+    """
+    found: dict[tuple[str, str], tuple[Any, ...]] = {}
+    for label, run, measure, (layers, steps, values, bad), part, ends in _grids(runs):
+        part = np.where(bad, np.inf, np.where(np.isnan(part), -np.inf, part))
+        for i, j in enumerate(part.argmax(axis=1)):
+            row = part[i, j], -steps[j], run.name, layers[i], label, measure, values[i, j], ends[1]
+            found[row[2:4]] = max(found.get(row[2:4], row), row, key=itemgetter(0, 1))
+    return sorted(found.values(), key=itemgetter(0, 1), reverse=True)
 
 
 def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], bool]]:
@@ -80,22 +100,27 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], bool]]:
     There is a map for each measure and run, except for those without a value above zero. All maps
     of SQNRs are drawn.
     """
-    for label in dict.fromkeys(row["label"] for run in runs for row in run.stats):
+    for label, maps in groupby(_grids(runs), itemgetter(0)):
         progress(f"drawing all layers: {label}")
         pictures, is_loud = list[str](), False
-        for (measure, title), run in product(HEATS.items(), runs):
-            rows = [row for row in run.stats if row["label"] == label]
-            if not any(measure in row for row in rows):
-                continue
-            layers, steps, values, bad = grid(rows, measure)
-            begin, end = ends = colored(measure, run.config[LIMITS])
-            part = (values - begin) / (end - begin)  # 1 is the limit
+        for _, run, measure, (layers, steps, _, bad), part, ends in maps:
             largest = np.fmax.reduce(part, axis=None, initial=0.0)
             is_loud |= bool(largest >= LOUD or bad.any())
             if largest > 0 or measure == "sqnr":
-                named = f"{run.name}: {title}" if len(runs) > 1 else title
+                named = f"{run.name}: {HEATS[measure]}" if len(runs) > 1 else HEATS[measure]
                 pictures.append(_heat_map(layers, steps, part, bad, named, ends))
         yield label, pictures, is_loud
+
+
+def _grids(runs: Sequence[Run]) -> Iterator[tuple[str, Run, str, Grid, Array, Ends]]:
+    """Yield each cast, run and measure, with its grid, its parts of the limit, and colours."""
+    labels = dict.fromkeys(row["label"] for run in runs for row in run.stats)
+    for label, measure, run in product(labels, HEATS, runs):
+        rows = [row for row in run.stats if row["label"] == label]
+        if any(measure in row for row in rows):
+            begin, end = ends = colored(measure, run.config[LIMITS])
+            cells = grid(rows, measure)
+            yield label, run, measure, cells, (cells[2] - begin) / (end - begin), ends
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
@@ -111,7 +136,7 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
 
 def _difference_chart(runs: Sequence[Run]) -> list[str]:
     """Draw the loss minus the first run's, and running medians; nothing without common steps."""
-    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    figure = Figure(figsize=(4.7, 2.6), layout="constrained")
     axes = figure.subplots()
     axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
     for i, run in enumerate(runs[1:], 1):
@@ -131,7 +156,7 @@ def _difference_chart(runs: Sequence[Run]) -> list[str]:
 
 def _line_chart(runs: Sequence[Run], metric: str) -> str:
     """Draw a metric over steps, with a gap where it is not finite."""
-    figure = Figure(figsize=(6.4, 2.8), layout="constrained")
+    figure = Figure(figsize=(4.7, 2.6), layout="constrained")
     axes = figure.subplots()
     for i, run in enumerate(runs):
         if rows := [row for row in run.metrics if metric in row]:
@@ -151,6 +176,7 @@ def _plot(
     marker = "." if len(rows) <= 30 else ""
     steps = [row["step"] for row in rows]
     axes.plot(steps, values, marker=marker, label=label, color=color, linewidth=1.2)
+    axes.update_datalim([(steps[0], 0), (steps[-1], 0)], updatey=False)  # also if they are NaN
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
@@ -159,7 +185,7 @@ def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
         axes.axvline(step, color=BAD, linewidth=1, linestyle=":")
 
 
-def grid(rows: Sequence[JsonRow], measure: str) -> tuple[list[str], list[int], Array, Mask]:
+def grid(rows: Sequence[JsonRow], measure: str) -> Grid:
     """Return the layers, the steps, the value of each cell, and whether it is bad.
 
     A cell without a row is NaN. A cell with several rows has their worst value: the smallest SQNR,

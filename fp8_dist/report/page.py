@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import StrictUndefined, Template
 
 from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, read_runs
-from fp8_dist.report.figures import charts, heat_maps, layer_chart
+from fp8_dist.report.figures import charts, heat_maps, layer_chart, worst_layers
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 from fp8_dist.text import progress
@@ -24,7 +24,7 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     """Write the page of runs atomically. Progress goes to stderr.
 
     Returns:
-        The headlines of the runs as text, and notes on what could not be read.
+        The headlines or verdicts of the runs as text, and notes on what could not be read.
     """
     runs = read_runs(folders)
     pairs = [(run, headline(run)) for run in runs]
@@ -33,8 +33,11 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(pairs), encoding="utf-8")
     new.replace(path)
-    headlines = [(run.name, first) for run, first in pairs if first is not None]
-    texts = ["\n  ".join((f"{n}: {h.where}: {h.what}", *h.commands)) for n, h in headlines]
+    texts = []
+    for run, first in pairs:
+        fine = ["no fault found.", *verdict(run, runs[0])]
+        text = f"{first.where}: {first.what}" if first else " ".join(fine)
+        texts.append("\n  ".join((f"{run.name}: {text}", *(first.commands if first else ()))))
     return texts, [note for run in runs for note in run.notes]
 
 
@@ -48,7 +51,11 @@ def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
     progress(f"drawing {len(runs)} runs" if len(runs) > 1 else f"drawing {runs[0].name}")
     return template.render(
         runs=runs,
-        verdicts=[(run.name, first, " ".join(verdict(run, runs[0]))) for run, first in pairs],
+        verdicts=[
+            (run.name, first, " ".join(verdict(run, runs[0])))
+            for run, first in sorted(pairs, key=lambda p: 2 if p[1] is None else not p[1].is_wrong)
+        ],
+        worst=worst_layers(runs),
         is_wrong=any(first.is_wrong for _, first in pairs if first is not None),
         summary=summary(runs),
         anomalies=[row for i, (run, first) in enumerate(pairs) for row in anomalies(i, run, first)],
@@ -78,8 +85,8 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
         size = sum(row.bytes for row in comm)
-        part = sum(row.float8_bytes for row in comm) / (size or 1)
-        cells.append(f"{size / 1e6:,.1f} MB, {part:.0%} float8" if size else "")
+        in_bf16 = sum(row.bf16_bytes for row in comm)
+        cells.append(f"{size / 1e6:,.1f} MB; {in_bf16 / 1e6:,.1f} in bf16" if size else "")
         rows.append(cells)
     header += ["float8 layers", "anomalies", "collectives of a step"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
@@ -127,7 +134,7 @@ def verdict(run: Run, baseline: Run) -> Iterator[str]:
     last = [*differences(run, baseline).values()][-LAST_STEPS:]
     if last and run is not baseline:
         over = f"Over the last {len(last)} common steps"
-        yield f"{over} the loss is {baseline.name}'s {median(last):+.2g} (median)."
+        yield f"{over} the loss minus {baseline.name}'s is {median(last):+.2g} (median)."
     if run.anomalies:
         first = run.anomalies[0]
         count = "1 anomaly," if len(run.anomalies) == 1 else f"{len(run.anomalies):,} anomalies,"

@@ -1,8 +1,10 @@
 """``RunWriter``, which writes the folder of a run, from any training loop."""
 
 import json
+import math
 import os
 import platform
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -46,8 +48,9 @@ class RunWriter:
     removes the files of an earlier run from the folder, except for recordings, which the report
     leaves out. Files are closed after each call, so that a run can be read while it goes on.
     ``config.json`` has the config, the units, the limits of anomalies, versions and the time of the
-    start. ``metrics.jsonl`` has the metrics, ``float8_stats.jsonl`` and ``anomalies.jsonl`` the
-    rows and anomalies of ``stats``.
+    start. ``metrics.jsonl`` has the metrics and, from the second line on, ``seconds_per_step``, the
+    time since the line before divided by the number of steps. ``float8_stats.jsonl`` and
+    ``anomalies.jsonl`` have the rows and anomalies of ``stats``.
 
     Args:
         folder: the folder of the run.
@@ -75,6 +78,7 @@ class RunWriter:
             )
         self.folder, self._stats = Path(folder), stats
         self._is_writing, self._seen = this_rank() == 0, 0
+        self._last = math.inf, 0.0  # the last step that was logged, and when
         if stats is not None and first is not None:
             stats.at(first)
         if not self._is_writing:
@@ -136,6 +140,10 @@ class RunWriter:
             self._others.pop().unlink(missing_ok=True)
         if metrics:
             line = {"step": step} | {name: float(value) for name, value in metrics.items()}
+            now = time.perf_counter()  # reading the values has waited for the device
+            if (steps := step - self._last[0]) > 0:
+                line.setdefault("seconds_per_step", (now - self._last[1]) / steps)
+            self._last = step, now
             append_jsonl([line], self.folder / METRICS)
         if self._stats is not None:
             new = map(anomaly_dict, self._stats.anomalies[self._seen :])

@@ -241,7 +241,7 @@ Nothing of the model is converted. Next: change what is refused, or stay in bf16
 The model's float8 layers are all too small to gain speed: stay in bf16.
 On an H100 the model gains from about 5,000 tokens per micro-batch on, if compiled. Next: add --tokens N with yours.
 On an H100 the model is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
-On an H100 the model gains with 5,000 tokens, if compiled. Next: torch.compile each block, and compare the times of a few steps with bf16.""",
+On an H100 the model gains with 5,000 tokens, if compiled. Next: torch.compile each block, and time it beside bf16.""",
     )
 
 
@@ -250,7 +250,7 @@ def test_a_verdict_is_on_the_machine_and_the_model(capsys: pytest.CaptureFixture
     text = verdict(capsys, "--model", f"{__name__}:model", "--tokens", "16384")
     assert text == (
         "float8 runs natively on 1 of 2 GPUs. On an H100 the model gains with 16,384 tokens, if "
-        "compiled. Next: torch.compile each block, and compare the times of a few steps with bf16."
+        "compiled. Next: torch.compile each block, and time it beside bf16."
     )
 
 

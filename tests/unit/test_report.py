@@ -102,7 +102,7 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
         "<td>61 % of the values become zero</td>",
         "<th>logged steps</th>",
         # The first cast that is not finite leads, in the order of casts; unusual ones are folded.
-        f"<strong>step 16, rank unknown, {BROKEN}:</strong> grad_output (for grad_input): 0.01 % ",
+        f"<strong>First fault: step 16, rank unknown, {BROKEN}.</strong> grad_output (for grad_input): ",
         "grad_norm is not finite in 2 steps, first in 18. 1 anomaly, the first in "
         f"step 10: {SPIKE}, input (for output): 61 % of the values become zero.</details>",
         "<td>20 of 20</td>",
@@ -153,11 +153,15 @@ def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
     page, pictures = page_of(tmp_path / "run")
     (table,) = re.findall('<table id="summary">.*?</table>', page, re.S)
     assert "No casts were recorded." in page
-    assert re.findall("<t[hd]>(.*?)<", table) == [
-        *("run", "logged steps", "reward", "zero", "nan", "eval_loss", "anomalies"),
+    cells = re.findall("<t[hd]>(.*?)</t", table.replace("<wbr>", ""))
+    seconds = cells.pop(-2)
+    assert 0 < float(seconds) < 1
+    assert cells == [
+        *("run", "logged steps", "reward", "zero", "nan", "eval_loss", "seconds_per_step"),
+        "anomalies",
         *("run", "60, up to step 590 of 600", "-51", "0", "NaN since step 0", "2.25", "0"),
     ]
-    assert len(pictures) == 4
+    assert len(pictures) == 5
 
 
 def test_names_are_shown_as_they_are(tmp_path: Path) -> None:
@@ -214,11 +218,14 @@ def test_a_writer_takes_numbers_and_statistics(tmp_path: Path) -> None:
     assert stats.rows == []
     assert [line.split()[0] for line in stats.table().splitlines()[1:]] == ["2", "2"]
     metrics = json_lines(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[0].keys() == {"step", "loss", "grad_norm"}
+    seconds = metrics[2].pop("seconds_per_step")
     assert metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": "Infinity"}
     rows = json_lines(tmp_path / "run" / "float8_stats.jsonl")
     assert [row["step"] for row in rows] == [0, 0, 1, 1, 2, 2]
     run = data.read_run(tmp_path / "run")
-    assert run.metrics[2] == {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
+    known = {"step": 2, "loss": loss.item(), "grad_norm": math.inf}
+    assert run.metrics[2] == known | {"seconds_per_step": seconds}
     assert (run.config["lr"], run.config["units"]) == (0.1, {"loss": "nats"})
     error = raised(TypeError, lambda: RunWriter(tmp_path / "other", nn.Linear(2, 2)))  # type: ignore[arg-type]
     assert error == "RunWriter: stats must be what float8_stats returns, got a Linear"
@@ -280,6 +287,63 @@ def test_maps_are_loud_where_anomalies_are_near() -> None:
     assert drawn({"amax": "NaN", "sqnr": "NaN", "nonfinite": 1.0}) == (1, True)
 
 
+def test_the_worst_layers_are_named(tmp_path: Path) -> None:
+    page, pictures = page_of(write_run(tmp_path / "run"))
+    (table,) = re.findall('<table id="worst">.*?</table>', page, re.S)
+    rows = [re.findall("<td.*?>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    inputs = "input as float8_e4m3fn, scaled per tensor, for output and grad_weight"
+    gradients = "grad_output as float8_e5m2, scaled per tensor, for grad_input"
+    # In step 16 two layers become NaN at once; they stand in the order of layers.
+    assert rows[:3] == [
+        [f"<code>{EFFECT}</code>", "NaN or infinite", "16", gradients],
+        [f"<code>{BROKEN}</code>", "NaN or infinite", "16", gradients],
+        [f"<code>{SPIKE}</code>", "amax: 11 octaves up (limit: 7)", "10", inputs],
+    ]
+    assert rows[3] == [f"<code>{LAYERS[5]}</code>", "SQNR: 29.3 dB (limit: 15)", "2", inputs]
+    assert len(rows) == len(LAYERS)
+    assert f"Of {len(LAYERS)} layers, {len(LAYERS)} are shown." in page
+    # The tick labels of logarithmic axes are text: no TeX, which the page does not typeset.
+    assert not any("mathdefault" in picture for picture in pictures)
+
+
+def test_faults_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fine, odd, wrong = (tmp_path / name for name in ("fine", "odd", "wrong"))
+    write_run(wrong)
+    for folder in (fine, odd):
+        folder.mkdir()
+        write_lines(folder / "metrics.jsonl", [METRICS])
+        write_lines(folder / "float8_stats.jsonl", [CAST])
+    write_lines(odd / "anomalies.jsonl", [ANOMALY])
+    (fine / "comm.json").write_text(
+        json.dumps([COMM | {"bytes": 5_100_000, "bf16_bytes": 6_700_000}])
+    )
+    page, _ = page_of(fine, odd, wrong)
+    cards = re.findall(r'<div class="(\w+)">\n<p><b>(\w+)</b>(.*?)<strong>(.*?)[:.]', page)
+    assert cards == [
+        ("alert", "wrong", ": ", "First fault"),
+        ("notice", "odd", ": ", "Unusual"),
+        ("fine", "fine", ", the baseline: ", "No fault found"),
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "fine: no fault found. No anomalies in the casts of 1 recorded steps."
+    assert said[1].startswith(f"odd: step 10, rank 0, {SPIKE}: input (for output): 61 %")
+    assert said[2].startswith(f"wrong: step 16, rank unknown, {BROKEN}: ")
+    assert "<td>5.1 MB; 6.7 in bf16</td>" in page
+
+
+def test_seconds_per_step(tmp_path: Path) -> None:
+    """The time since the line before, over the steps between; nothing where no step is between."""
+    writer = RunWriter(tmp_path, first=7)
+    with mock.patch("time.perf_counter", side_effect=[100.0, 103.0, 104.0, 110.0, 111.0]):
+        writer.log(7, loss=1.0)
+        writer.log(9, loss=1.0)
+        writer.log(9, eval_loss=1.0)  # an evaluation: the next step begins after it
+        writer.log(12, loss=1.0)
+        writer.log(13, loss=1.0, seconds_per_step=7.0)
+    seconds = [line.get("seconds_per_step") for line in json_lines(tmp_path / "metrics.jsonl")]
+    assert seconds == [None, 1.5, None, 2.0, 7.0]
+
+
 def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
     """The median of the differences: one high step changes it little."""
 
@@ -292,7 +356,7 @@ def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
         return " ".join(page.verdict(run, baseline))
 
     assert sentence("base", 0.0) == "No casts were recorded."
-    over = "Over the last 20 common steps the loss is base's "
+    over = "Over the last 20 common steps the loss minus base's is "
     assert sentence("above", 0.03, 0.01).startswith(f"{over}+0.02 (median).")
     assert sentence("below", 0.028, -0.032).startswith(f"{over}-0.002 (median).")
     assert sentence("a high step", *[0.5] * 19, 2000.0).startswith(f"{over}+0.5 (median).")
