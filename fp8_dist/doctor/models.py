@@ -120,4 +120,4 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
         if tokens < enough:
             step = f"use {enough:,} or more per micro-batch, or CUDA graphs, or stay in bf16"
             return f"On an H100 the model is slower than in bf16 {says}. Next: {step}."
-    return f"On an H100 the model gains {says}, if compiled. Next: {step}."
+    return f"On an H100 the model gains {says}, if compiled (FSDP2 needs more). Next: {step}."

@@ -178,7 +178,7 @@ auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that ar
 large enough to gain: 4 of 6 float8 layers (93.6% of the parameters)
 the 6 linear layers: at the rates of an H100 they gain from about 10,100 tokens per rank and micro-batch on if compiled, 17,300 in eager code (more under FSDP2)
 
-verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 10,100 tokens per micro-batch on, if compiled. Next: add --tokens N with yours.
+verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 10,100 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
 """,
     )
 
@@ -239,9 +239,9 @@ def test_verdicts_on_models(capsys: pytest.CaptureFixture[str]) -> None:
         """\
 Nothing of the model is converted. Next: change what is refused, or stay in bf16.
 The model's float8 layers are all too small to gain speed: stay in bf16.
-On an H100 the model gains from about 5,000 tokens per micro-batch on, if compiled. Next: add --tokens N with yours.
+On an H100 the model gains from about 5,000 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
 On an H100 the model is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
-On an H100 the model gains with 5,000 tokens, if compiled. Next: torch.compile each block, and time it beside bf16.""",
+On an H100 the model gains with 5,000 tokens, if compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16.""",
     )
 
 
@@ -250,7 +250,7 @@ def test_a_verdict_is_on_the_machine_and_the_model(capsys: pytest.CaptureFixture
     text = verdict(capsys, "--model", f"{__name__}:model", "--tokens", "16384")
     assert text == (
         "float8 runs natively on 1 of 2 GPUs. On an H100 the model gains with 16,384 tokens, if "
-        "compiled. Next: torch.compile each block, and time it beside bf16."
+        "compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16."
     )
 
 
