@@ -8,6 +8,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Corpus:
         return windows[:, :-1], windows[:, 1:]
 
 
+@cache
 def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
     """Read a text. The result is the same in every call and on every rank of a machine.
 
@@ -77,6 +79,30 @@ def load_corpus(path: Path | None, *, seq_len: int) -> Corpus:
             f"tokens need more: give a longer text or use shorter rows"
         )
     return Corpus(text, f"{path} ({len(files)} files)")
+
+
+def load_packages(most: int) -> Corpus:
+    """Read the source of the standard library and of installed packages.
+
+    Each content is taken once, however many files have it. The result is the same on every rank of
+    a machine.
+
+    Args:
+        most: the number of bytes after which the text is cut off.
+    """
+    folders = dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib"))
+    skip = _NOT_LIBRARY_SOURCE.__contains__
+    files = [file for root in folders for file in _files(root, "*.py", skip=skip)]
+    text, contents = bytearray(), set[bytes]()
+    for file in files:
+        if len(text) >= most:
+            break
+        content = file.read_bytes()
+        if content not in contents:
+            contents.add(content)
+            text += content
+    source = f"{len(contents)} files of Python's library and installed packages"
+    return Corpus(text[:most], source)
 
 
 def _files(root: Path, pattern: str, skip: Callable[[str], bool]) -> list[Path]:

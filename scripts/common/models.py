@@ -53,7 +53,7 @@ def build(
     device: torch.device | str = "cpu",
     *,
     shard: bool | None = None,
-    compiled: bool = False,
+    compiled: bool | str = False,
     seed: int = 0,
     param_dtype: torch.dtype = torch.bfloat16,
     reduce_dtype: torch.dtype = torch.float32,
@@ -71,7 +71,7 @@ def build(
         shard: whether to apply FSDP2, to fp32 parameters that are gathered in float8 or
             `param_dtype`; without it parameters are bf16. None: shard if the axes besides "tp" have
             more than one rank, or if there are experts.
-        compiled: whether to torch.compile each block.
+        compiled: whether to torch.compile each block, or the backend to do so with.
         seed: the seed of the parameters, equal for all candidates and meshes on a kind of device.
         param_dtype: the dtype that FSDP2 gathers, and in which all but float8 GEMMs compute.
         reduce_dtype: the dtype in which FSDP2 reduces gradients.
@@ -90,7 +90,7 @@ def build(
     if mesh is not None and sizes.mixture is not None:
         divide_experts(name, model, mesh)
     if compiled:
-        compile_blocks(name, model)
+        compile_blocks(name, model, "inductor" if compiled is True else compiled)
     if shard:
         assert mesh is not None
         # Only the rotary tables are inputs of a block that a cast would round.
@@ -228,7 +228,7 @@ def after_step(name: str, sharded: bool) -> Callable[[nn.Module], None]:
     return lambda model: None
 
 
-def compile_blocks(name: str, model: Llama) -> None:
+def compile_blocks(name: str, model: Llama, backend: str) -> None:
     """Compile each block, with a forward that has its own code object for this candidate.
 
     Otherwise candidates would share one cache of dynamo, which is searched in order, and limited.
@@ -237,7 +237,7 @@ def compile_blocks(name: str, model: Llama) -> None:
     forward = FunctionType(code, Block.forward.__globals__)
     for block in model.layers:
         block.forward = MethodType(forward, block)
-        block.compile(fullgraph=True, dynamic=False)
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
 
 
 def tp_plan(

@@ -13,13 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from tqdm import tqdm
 
 from scripts.common.gloo import leave, use_one_thread_per_group
-
-try:
-    from tqdm import tqdm
-except ImportError:  # optional for the programs of scripts.bench.gpu_day
-    tqdm = None
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -80,8 +76,7 @@ def _rank_main(
     faulthandler.enable()  # print a traceback on a fatal signal
     torch.set_num_threads(threads)
     torch.manual_seed(0)
-    if tqdm is not None:
-        tqdm.set_lock(RLock())  # leave() would leak the semaphore that tqdm uses by default
+    tqdm.set_lock(RLock())  # leave() would leak the semaphore that tqdm uses by default
     if device == "cuda":
         torch.cuda.set_device(0 if shared_gpu else rank)
     else:

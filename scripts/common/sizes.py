@@ -54,6 +54,7 @@ class LlamaConfig:
 
 
 # debug and small are for CPUs: every dim stays a multiple of 16 when sharded 4 ways.
+# 124m has as many parameters as GPT-2, but bytes for tokens.
 # 1b has the shapes of Llama-3.2-1B (whose head is tied; ours is not), deepseek_v3 the shapes of
 # DeepSeek-V3 without multi-token prediction, and the others the shapes of Llama-3(.1).
 MODELS: dict[str, LlamaConfig] = {
@@ -62,6 +63,7 @@ MODELS: dict[str, LlamaConfig] = {
     "moe": LlamaConfig(
         128, 2, 8, 4, 384, vocab_size=256, max_seq_len=512, mixture=Mixture(8, 2, 128)
     ),
+    "124m": LlamaConfig(768, 12, 12, 12, 3456, vocab_size=256, max_seq_len=1024),
     "1b": LlamaConfig(2048, 16, 32, 8, 8192),
     "8b": LlamaConfig(4096, 32, 32, 8, 14336),
     "70b": LlamaConfig(8192, 80, 64, 8, 28672),

@@ -116,10 +116,10 @@ class Step:
     seconds: float = 0.0  # of communication, if the plan has nodes
 
 
-def make_mesh(plan: Plan) -> DeviceMesh:
+def make_mesh(plan: Plan, device: str = "cpu") -> DeviceMesh:
     """The mesh of a plan over the default group."""
     axes = plan.axes
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
@@ -141,7 +141,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
         for history in layer.histories.values():  # delayed scales, filled from the second step on
             history.load(torch.ones(1))
     with fake() if fake_tensors else nullcontext():
-        model.to_empty(device="cpu")
+        model.to_empty(device=mesh.device_type)
         if not fake_tensors:
             model.init_weights()
         if plan.gradient_transport is not None:
@@ -167,7 +167,8 @@ def in_turn(router: Router, scores: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
-    tokens = torch.zeros(plan.batch_size, plan.seq_len, dtype=torch.int64)
+    size, on = (plan.batch_size, plan.seq_len), mesh.device_type
+    tokens = torch.zeros(size, dtype=torch.int64, device=on)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step, losses = Step(), []
 

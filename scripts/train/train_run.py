@@ -211,20 +211,25 @@ def train_rank(args: argparse.Namespace) -> None:
 
 
 @contextmanager
-def process_group() -> Iterator[tuple[torch.device, str]]:
-    """Join the ranks of torchrun, or create a group of one; yield the result of `choose_device`."""
+def process_group(store: dist.Store | None = None) -> Iterator[tuple[torch.device, str]]:
+    """Join the ranks of torchrun, or create a group of one; yield the result of `choose_device`.
+
+    store: where the ranks meet; None: the launcher's.
+    """
     device, reason = choose_device(
         int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     use_one_thread_per_group()
-    store, rank, ranks = dist.HashStore(), 0, 1
-    if "RANK" in os.environ:
-        store, rank, ranks = next(dist.rendezvous("env://"))
-        # torchrun keeps one store for all restarts, where gloo would find ranks that have ended.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt/{attempt}", store)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if store is None:
+        store = dist.HashStore()
+        if "RANK" in os.environ:
+            store = next(dist.rendezvous("env://"))[0]
+            # torchrun has one store for all restarts, where gloo would find ranks that have ended.
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt/{attempt}", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     yield device, reason

@@ -8,9 +8,8 @@ from fake_cuda.counter import Counts, Kernel
 from fake_cuda.dispatch import KERNELS_ALONE, Dispatched, seconds_to_dispatch
 from fake_cuda.layer import LayerShape
 from fake_cuda.process import FakeCudaProcess
-from fake_cuda.tables import milliseconds
+from fake_cuda.tables import Rates, milliseconds
 
-from scripts.bench.gpu_report import Rates
 from scripts.common.recipes import BF16
 
 GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")

@@ -2,13 +2,12 @@
 
 import argparse
 import re
-from argparse import Namespace
 
 import pytest
 import torch
 from ranks import RankPools
 
-from scripts.bench import against, linear, precompute_run, step, step_run, timing
+from scripts.bench import against, linear, step, step_run, timing
 from scripts.bench.timing import Timed
 from scripts.common import report
 from scripts.common.candidates import TORCHAO
@@ -118,13 +117,6 @@ def test_steps_train() -> None:
         assert calls == [model] * count
         assert weight.grad is None
     assert not torch.equal(weight, before)
-
-
-def test_precompute(ranks: RankPools) -> None:
-    args = Namespace(layers=2, size=32, device="cpu", repeat=1, clock="wall")
-    first, second = ranks(2).run(precompute_run.measure, args)
-    assert first == second  # the slowest rank's, on both
-    assert list(first) == ["tensorwise", *TORCHAO[:1]]
 
 
 PRINTED = """\

@@ -11,8 +11,7 @@ LEFT_OUT = {
     "scripts.train.torchtitan_cpu": "the options are torchtitan's, which imports torch for them",
 }
 WRONG = """\
-scripts.bench.gpu layers --device cuda --clock cpu: --clock cpu does not see
-scripts.bench.gpu_report nowhere.jsonl: no results in nowhere.jsonl
+scripts.bench.step --device cuda --clock cpu: --clock cpu does not see
 scripts.bench.host --candidates fp16: invalid choice: 'fp16'
 scripts.bench.host --dim 100: 100 is not a multiple of 128
 scripts.bench.linear --shapes 16x40x16: positive multiples of 16
@@ -22,6 +21,8 @@ scripts.measure.sqnr --weights nowhere: there is no file nowhere
 scripts.plan --mesh dp=2,tp=16: tp=16 does not divide the 8 key/value heads
 scripts.plan --model 9b: it is not MODULE:FUNCTION or one of debug, small
 scripts.plan --model some:model --layers 2: --layers and ep are for debug
+scripts.prove --only proof: invalid choice: 'proof'
+scripts.prove --show nowhere.jsonl: No such file or directory: 'nowhere.jsonl'
 scripts.train.compare_seeds --only fp16: there is no fp16 in bf16
 scripts.train.quickstart --recipe bf16: name a float8 one
 scripts.train.train --dp 3 --tp 2: start that many (torchrun --nproc-per-node 6)

@@ -34,19 +34,20 @@ def page(replay: Replay) -> str:
     if not replay.findings:
         return "\n".join([*lines, "nothing is wrong", table(cast.stats() for cast in replay.casts)])
     first, *others = replay.findings
-    lines += ["", f"first {'wrong' if first.is_wrong else 'unusual'}:", _line(first)]
+    lines += ["", f"first {'wrong' if first.is_wrong else 'unusual'}:", line_of(first)]
     if first.element is None:
         lines.append("  its tensors were not kept, so that no element or rank can be named;")
         lines.append(f"  record(model, folder, layers={first.fqn!r}) keeps those of each step")
     if first.cast is not None:
         lines += _described(first.cast)
     if others:
-        lines += ["", "then:", *map(_line, others[:_FURTHER])]
+        lines += ["", "then:", *map(line_of, others[:_FURTHER])]
         lines += [f"  ... {len(others) - _FURTHER} more"] if len(others) > _FURTHER else []
     return "\n".join(lines)
 
 
-def _line(finding: Finding) -> str:
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line of text."""
     where = ""
     if finding.element is not None:
         where = f", element {[*finding.element]} on {rank_names(finding.ranks, 'or')}"

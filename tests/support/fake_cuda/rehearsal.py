@@ -11,9 +11,11 @@ import ctypes
 import os
 import runpy
 import sys
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._inductor import output_code
 
 from fake_cuda import device, streams
@@ -29,6 +31,16 @@ _GUARD = "FP8_DIST_REHEARSAL"  # path of the guard, until torch is imported
 class _Event(streams.Event):
     def elapsed_time(self, end: Any) -> float:
         return 1.0
+
+
+class _Profile(nullcontext[None]):
+    """A profile without events. (A CPU build can't profile a GPU.)"""
+
+    def __init__(self, activities: Any) -> None:
+        super().__init__(self)
+
+    def events(self) -> list[Any]:
+        return []
 
 
 class _Generator(torch.Generator):
@@ -90,6 +102,15 @@ def main(argv: list[str]) -> None:
     randn = torch.randn
     torch.Generator = _Generator  # type: ignore[misc]
     torch.randn = lambda *size, generator=None, **options: randn(*size, **options)
+    # A CPU build lacks NCCL. All ranks are like this one.
+    join = dist.init_process_group
+    dist.init_process_group = lambda backend=None, **options: join(
+        "fake" if backend == "nccl" else backend, **options
+    )
+    dist.all_gather_object = lambda values, value, group=None: values.__setitem__(
+        slice(None), [value] * len(values)
+    )
+    torch.profiler.profile = _Profile  # type: ignore[misc,assignment]
     kind, program, *arguments = argv
     sys.argv = [program, *arguments]
     try:

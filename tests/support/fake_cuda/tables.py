@@ -9,7 +9,7 @@ of experts; of two blocks of Llama 8B under FSDP2 over 8 ranks; and for the upda
 all 224 weights of Llama 8B after an optimizer step.
 
 GPU times are roofline estimates: the time of these FLOPs and bytes at assumed rates
-(`scripts.bench.gpu_report.Rates`), but at least a minimum per kernel. The CPU time to dispatch a
+(`Rates`), but at least a minimum per kernel. The CPU time to dispatch a
 layer's step is measured, on tensors without memory.
 """
 
@@ -26,7 +26,6 @@ from fake_cuda.experts import ExpertsShape, count_experts
 from fake_cuda.layer import LayerShape, count_compiled_layer, count_layer
 from fake_cuda.process import FakeCudaProcess
 from fp8_dist.moe.config import ExpertsRecipe
-from scripts.bench.gpu_report import Rates
 from scripts.bench.linear import shape_type
 from scripts.common.candidates import TORCHAO
 from scripts.common.markdown import table
@@ -37,6 +36,19 @@ from scripts.common.report import finish, make_parser, parse
 BLOCKS, SEQUENCE, ALL_BLOCKS = 2, 8192, 32
 LAYERS_OF_GRAPH = 8
 KINDS = ("gemm", "elementwise", "reduction", "transposing copy", "tiny")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Assumed rates of a GPU; the defaults are for an H200."""
+
+    bf16: float = 790.0  # TFLOP/s of GEMMs
+    float8: float = 1200.0
+    float8_fast: float = 1400.0  # with fast accumulation
+    elementwise: float = 4.0  # TB/s of kernels
+    reduction: float = 3.5
+    transpose: float = 0.27  # of torch's copies that transpose 1-byte elements
+    launch: float = 2.5  # microseconds: the least time of a kernel
 
 
 @dataclasses.dataclass

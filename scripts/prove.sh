@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Proves the library on all GPUs of this machine, or on 4 CPU ranks where there is none:
+#   bash scripts/prove.sh [options of scripts.prove; --help lists them]
+# Creates the environment on first use (see scripts/env.sh). Results: runs/prove.
+#   RANKS   the number of ranks (default: one per GPU)
+#   PY      an interpreter, used as it is. It needs torch 2.11 or later, tqdm and numpy; torchao for
+#           its times; for the stage "tests" pytest, pytest-xdist, expecttest, hypothesis and psutil
+set -euo pipefail
+unset CDPATH
+given="${PY:-}"
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+cd "$REPO_ROOT"
+if [ -n "$given" ]; then
+    PY="$given"
+else
+    ensure_env "bench,test"
+fi
+export PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
+ranks="${RANKS:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 4)')}"
+exec "$PY" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m scripts.prove "$@"

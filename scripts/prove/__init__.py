@@ -1,0 +1,1 @@
+"""Proof of the library on somebody's GPUs: `python -m scripts.prove`."""

@@ -1,0 +1,42 @@
+"""The stages of `scripts.prove`, in their order. (For parsers, so nothing here imports torch.)"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process on each rank that runs cases.
+
+    Attributes:
+        name: the name in the results.
+        seconds: the time that all cases may take.
+        run: `MODULE:FUNCTION` of `scripts.prove`, called with a `Worker` and a `Place`.
+        patience: the seconds that one case may take.
+        alone: whether it runs on rank 0 alone; otherwise in a process group of all ranks.
+        where: where it runs unless `--only` says: "always", on "GPUs", on "one GPU", or "" (never).
+    """
+
+    name: str
+    seconds: float
+    run: str
+    patience: float = 60.0
+    alone: bool = False
+    where: str = "GPUs"
+
+
+CHECKS = ("bits", "bytes")  # their cases decide the exit status
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("facts", 30, "checks:facts", where="always"),
+        Stage("bits", 150, "checks:bits", where="always"),
+        Stage("bytes", 40, "checks:bytes_of_steps", where="always"),
+        Stage("loss", 90, "training:loss", where="always"),
+        Stage("time", 330, "speed:time"),
+        Stage("tests", 200, "tests:run", 150, alone=True, where="one GPU"),
+        Stage("kernels", 35, "speed:kernels", alone=True, where=""),
+        Stage("layers", 95, "speed:layers", alone=True, where=""),
+        Stage("experts", 22, "speed:experts", alone=True, where=""),
+        Stage("curve", 540, "training:curve", 540, where=""),
+    )
+}
