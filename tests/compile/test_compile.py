@@ -6,13 +6,16 @@ import pickle
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from checkpointed import SELECTIVE
 from delayed_steps import Run, disturbed_steps
+from documented import python_blocks, run_shown
 from graphs import Compilations, Graphs, Ops
 from local_nets import local_net
 from nets import Distributed, Net, blocks, full
@@ -29,6 +32,7 @@ from fp8_dist import (
     Float8Linear,
     Float8LinearConfig,
     ScalingGranularity,
+    attach_update,
     cast_to_float8,
     convert_to_float8_training,
     convert_to_linear,
@@ -172,6 +176,30 @@ def test_blocks_with_inductor(ranks: RankPools) -> None:
     for steps in ranks(2).run(compiled_steps, *arguments, timeout=240):
         assert steps.worst > 30
         assert steps.rows[0] == steps.rows[1]
+
+
+def by_the_page() -> tuple[int, int]:
+    """Graphs and graph breaks of three steps of blocks, compiled as docs/training.md shows."""
+    (code,) = (block for block in python_blocks("docs/training.md") if ".compile(" in block)
+    world = Distributed(2, 1, shard=False, config=config_named("tensorwise"))
+    model, compilations = blocks(world), Compilations()
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        run_shown(code, {"model": nn.ModuleDict({"layers": model})})
+    world.fully_shard(model, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach_update(optimizer, model)
+    for _ in range(3):
+        x = world.mine(torch.randn(4, 8, 64)).requires_grad_()  # as embeddings do
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return compilations.graphs, compilations.breaks
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+def test_the_page(ranks: RankPools) -> None:
+    assert ranks(2).run_same(by_the_page, timeout=180) == (1, 0)
 
 
 @pytest.mark.parametrize(

@@ -151,14 +151,14 @@ def work_of_steps(recipe: str) -> str:
 
 
 def steps_of_the_page() -> Counter[str]:
-    """The collectives of what docs/fsdp2.md shows: three eager steps and a captured one."""
+    """The collectives of what docs/training.md shows: three eager steps and a captured one."""
     with fake_tensors(), torch.device("cuda"):
         model = sharded("tensorwise", meshes(dp=8)["dp"], [DIM] * (LAYERS + 1))
         x = torch.empty(32, DIM, dtype=torch.bfloat16)
         scope = {"torch": torch, "model": model, "inputs": x, "targets": x.clone()}
         scope |= {"update_float8_scales": update_float8_scales, "clip_grad_norm_": clip_grad_norm_}
         scope |= {"loss_of": nn.functional.mse_loss, "batches": [(x, x)] * 2}
-        (code,) = (b for b in python_blocks("docs/fsdp2.md") if "torch.cuda.graph" in b)
+        (code,) = (b for b in python_blocks("docs/training.md") if "torch.cuda.graph" in b)
         with KernelCounter() as counter:
             run_shown(code, scope)
     return counter.counts.collectives

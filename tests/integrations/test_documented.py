@@ -1,12 +1,15 @@
 """Every Python block of a page runs in a test. Here run those that no other test covers."""
 
+import re
 from contextlib import chdir
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from documented import ROOT, own_warnings_raise, python_blocks, run_shown
 from ranks import RankPools, device_mesh
 from safetensors.torch import load_file
@@ -42,13 +45,7 @@ RUN_BY = {
     "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
     "docs/from_torchao.md": [HERE],
     "docs/frozen.md": [f"{INTEGRATIONS}transformers/test_stored_models.py"] * 2,
-    "docs/fsdp2.md": [
-        HERE,
-        "tests/fake_cuda/test_capture.py",
-        HERE,
-        f"{DISTRIBUTED}test_micro_batches.py",
-        HERE,
-    ],
+    "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_micro_batches.py", HERE],
     "docs/lightning.md": [f"{INTEGRATIONS}test_lightning.py"] * 2,
     "docs/lora.md": [f"{INTEGRATIONS}test_lora.py"] * 2,
     "docs/numerics.md": ["tests/unit/test_docs.py"],
@@ -70,6 +67,12 @@ RUN_BY = {
         "tests/scripts/test_local_tensors.py",
     ],
     "docs/torchtitan.md": [f"{INTEGRATIONS}torchtitan/test_torchtitan.py"] * 2,
+    "docs/training.md": [
+        HERE,
+        HERE,
+        "tests/compile/test_compile.py",
+        "tests/fake_cuda/test_capture.py",
+    ],
     "docs/transformers.md": [f"{INTEGRATIONS}transformers/test_transformers_page.py"] * 7,
 }
 
@@ -126,7 +129,7 @@ def sharded() -> dict[str, Any]:
 
 def fsdp2_and_state(folder: str) -> bool:
     """Whether a resumed run ends with the same results as an uninterrupted one."""
-    _, _, transport, _, replicated = python_blocks("docs/fsdp2.md")
+    _, transport, _, replicated = python_blocks("docs/fsdp2.md")
     checkpoints, back = python_blocks("docs/state.md")
     old, new = sharded(), sharded()
     for scope in (old, new):
@@ -150,6 +153,33 @@ def fsdp2_and_state(folder: str) -> bool:
 
 def test_fsdp2_and_state(ranks: RankPools, tmp_path: Path) -> None:
     assert ranks(2).run_same(fsdp2_and_state, str(tmp_path)) is True
+
+
+def clipped_and_logged() -> tuple[float, list[tuple[int, list[str]]]]:
+    """The norm of gradients, and the names that rank 0 logs, by step."""
+    clipping, logging, _, _ = python_blocks("docs/training.md")
+    scope, logs, tokens = sharded(), [], torch.arange(2 * 16).view(2, 16)
+    run = SimpleNamespace(log=lambda values, step: logs.append((step, sorted(values))))
+    scope |= {"wandb": SimpleNamespace(init=lambda: run), "batches": [(tokens, tokens)] * 2}
+    scope["loss_of"] = lambda logits, targets: F.cross_entropy(
+        logits.flatten(0, 1), targets.view(-1)
+    )
+    scope["loss_of"](scope["model"](tokens), tokens).backward()
+    run_shown(clipping, scope)
+    scope["optimizer"].zero_grad()
+    run_shown(logging, scope)
+    return scope["norm"].item(), logs
+
+
+def test_training(ranks: RankPools) -> None:
+    (norm, logged), (same_norm, nothing) = ranks(2).run(clipped_and_logged)
+    assert norm == same_norm > 0
+    assert nothing == []
+    metrics, casts, *later = logged
+    assert metrics == (0, ["grad_norm", "loss"])
+    assert later == [(1, ["grad_norm", "loss"])]
+    assert all(re.fullmatch(r"float8/\w+/layers\.0\.[\w.]+/\w+", name) for name in casts[1])
+    assert "float8/weight_for_output_grad_input/layers.0.attention.wq/amax" in casts[1]
 
 
 def tensor_parallel() -> None:

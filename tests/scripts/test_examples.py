@@ -43,7 +43,7 @@ PAGES = {
 SHOWN = ("fsdp2", "fsdp2_tensor_parallel")
 README = (ROOT / "README.md").read_text()
 FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SHARDING = "for block in model.layers:\n    fully_shard(block)\nfully_shard(model)\n"
+SHARDING = "for module in (*model.layers, model):\n    fully_shard(module)\n"
 
 # The code that the README leaves to the reader.
 YOURS = """
@@ -72,9 +72,11 @@ with fp8_dist.debug.comm_audit() as audit:
     optimizer.step()
 dtypes = (torch.float8_e4m3fn, torch.float8_e5m2)
 gathers = [audit.count("all_gather", dtype=dtype) for dtype in dtypes]
+sums = {axis: audit.count("all_to_all", axis, dtypes[0]) for axis in ("world", "dp", "tp")}
+sums = {axis: count for axis, count in sums.items() if count}
 scales = audit.count("all_reduce", dtype=torch.int32)
 if torch.distributed.get_rank() == 0:
-    print("RESULT", losses[0] > losses[-1] + 0.5, gathers, scales)
+    print("RESULT", losses[0] > losses[-1] + 0.5, gathers, scales, sums)
 torch.distributed.destroy_process_group()
 """
 
@@ -187,11 +189,13 @@ def test_the_readme(launcher: Launcher, tmp_path: Path) -> None:
         return line
 
     assert README.index(FSDP2) < README.index("## ")
-    # Two blocks are gathered in forward and in backward. One all-reduce updates all scales.
-    assert result(FSDP2, 2) == "True [4, 0] 1"
+    # Two blocks are gathered in forward and in backward. One all-reduce updates all scales. The
+    # gradients of the blocks and of the rest are summed.
+    assert result(FSDP2, 2) == "True [4, 0] 1 {'world': 3}"
     assert SHARDING in FSDP2
     # Per block: weights twice and two inputs in e4m3, two output gradients in e5m2.
-    assert result(FSDP2.replace(SHARDING, TENSOR_PARALLEL), 4).startswith("True [8, 4] ")
+    found = result(FSDP2.replace(SHARDING, TENSOR_PARALLEL), 4)
+    assert re.sub(r"\] \d+ ", "] ", found) == "True [8, 4] {'dp': 3, 'tp': 8}"
 
 
 def check_saved(folder: Path) -> None:

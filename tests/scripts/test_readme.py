@@ -1,4 +1,4 @@
-"""The README's table and size, and public names."""
+"""The README's tables and size, and public names."""
 
 import inspect
 import re
@@ -11,7 +11,6 @@ from torch.distributed.tensor import parallel
 
 import fp8_dist
 from fp8_dist import tensor_parallel
-from scripts.common.candidates import TORCHAO
 from scripts.plan.__main__ import parse_args
 from scripts.plan.run import plans_of
 from scripts.plan.step import PEER, Plan, make_mesh, run_step
@@ -19,46 +18,70 @@ from scripts.plan.world import fake_world
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PROSE = " ".join(README.split())
 
 
-def planned(command: str) -> list[tuple[str, ...]]:
-    """By plan, the GB sent within and between nodes, and in memory; replaces the default group."""
+def planned(commands: list[str]) -> dict[str, dict[str, str]]:
+    """What each plan sends in GB, its memory in GB, and the ms; replaces the default group."""
     dist.destroy_process_group()
-    plans = plans_of(parse_args(command.split()))
+    plans = [plan for command in commands for plan in plans_of(parse_args(command.split()))]
     with fake_world(plans[0].ranks):
-        return [gigabytes(plan) for plan in plans]
+        return {plan.name: figures(plan) for plan in dict.fromkeys(plans)}
 
 
-def gigabytes(plan: Plan) -> tuple[str, ...]:
-    """The GB for all blocks, extrapolated from plans with one and two blocks."""
+def figures(plan: Plan) -> dict[str, str]:
+    """The figures for all blocks, extrapolated from plans with one and two blocks."""
     sizes = []
     for blocks in (1, 2):
         part = replace(plan, model=replace(plan.model, n_layers=blocks))
         step = run_step(part, make_mesh(part), fake_tensors=True)
-        sent = (sum(getattr(row, how) for row in step.collectives) for how in ("within", "between"))
-        sizes.append((*sent, sum(step.memory.values())))
-    totals = [
-        one + (plan.model.n_layers - 1) * (two - one) for one, two in zip(*sizes, strict=True)
-    ]
-    return tuple(f"{total / 1e9:.1f}" for total in totals)
+        sent = {n: sum(getattr(r, n) for r in step.collectives) for n in ("within", "between")}
+        sizes.append(sent | {"memory": sum(step.memory.values()), "seconds": step.seconds})
+    one, two = sizes
+    totals = {name: one[name] + (plan.model.n_layers - 1) * (two[name] - one[name]) for name in one}
+    ms = f"{totals.pop('seconds') * 1e3:.0f}"
+    return {name: f"{total / 1e9:.1f}" for name, total in totals.items()} | {"ms": ms}
 
 
-def test_the_table_has_the_figures_of_its_commands() -> None:
-    by_command = []
-    for command in re.findall(r"^    python -m scripts\.plan (.*)$", README, re.MULTILINE):
+def test_the_bytes_and_the_memory_are_those_of_the_plan() -> None:
+    found = []
+    for mesh, reduced in (("dp=8", ""), ("dp=64", ""), ("dp=4,tp=2", " --reduce-transport float8")):
         pool = RankPool(1)  # a process for this world alone
+        command = f"--model 8b --mesh {mesh} --gpus-per-node 8 --gradient-transport"
+        commands = [f"{command} bf16 --recipe bf16 tensorwise", f"{command} float8{reduced}"]
         try:
-            by_command.append(pool.run(planned, command, timeout=300)[0])
+            found.append(pool.run(planned, commands, timeout=480)[0])
         finally:
             pool.close()
-    table = re.findall(r"^\|[^|]+\| \d.*$", README, re.MULTILINE)
-    bf16, torchao, ours, encoded = ([n.strip() for n in row.split("|")[2:8]] for row in table)
-    peers = [torchao] if PEER in TORCHAO else []  # torchao is an optional extra
-    found = []
-    for dp, (within, between, _), tp in zip(*by_command, strict=True):
-        found.append([dp[0], within, between, tp[0], dp[2], tp[2]])
-        assert dp[1] == tp[1] == "0.0"
-    assert found == [ours, bf16, *peers, encoded]
+    node, nodes, tensor = found
+    ours = "tensorwise, float8 gradients"
+    tensor[ours] = tensor.pop(f"{ours}, float8 in TP")
+    names = [f"{name}{how}" for name in ("bf16", "tensorwise") for how in ("", ", bf16 gradients")]
+    sent = ((node, "within"), (nodes, "within"), (nodes, "between"), (tensor, "within"))
+    rows = [[plans[name][kind] for plans, kind in sent] for name in [*names, ours]]
+    for plans in found:  # torchao is an optional extra
+        assert plans.get(PEER, plans["tensorwise"])["within"] == plans["tensorwise"]["within"]
+    cells = (r" \**([\d.]+)\** \|" * 4).join((r"^\|[^|]+\|", "$"))
+    shown = [list(row) for row in re.findall(cells, README, re.MULTILINE)]
+    assert shown == rows
+    assert all(plan["between"] == "0.0" for plans in (node, tensor) for plan in plans.values())
+    took = f"the first row takes {nodes['bf16']['ms']} ms on 64 GPUs, the last {nodes[ours]['ms']}"
+    assert took in PROSE
+    mine, bf16 = node[ours]["memory"], node["bf16"]["memory"]
+    assert mine == node["tensorwise"]["memory"]
+    assert node.get(PEER, node["bf16"])["memory"] == bf16
+    assert f"{mine} GB per GPU on 8 (bf16 and torchao: {bf16})." in PROSE
+
+
+def test_the_times_are_those_of_the_page_about_gpus() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    table = README.partition("| **Speed**")[2].partition("\n\n")[0]
+    rows = [row.partition("|")[2] for row in re.findall(r"^\| (.*)", table, re.MULTILINE)]
+    numbers = [number for row in rows for number in re.findall(r"[\d.]+", row)]
+    assert len(numbers) == 2 * 7
+    tokens = "13,000", "3,600", "78 to 103 ms", "148 to 271", "163 to 197"
+    assert all(number in PROSE and number in page for number in tokens)
+    assert [n for n in numbers if not re.search(rf"(?<!\S){re.escape(n)}\b", page)] == []
 
 
 def test_the_page_and_its_examples_are_short() -> None:
