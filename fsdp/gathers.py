@@ -18,6 +18,7 @@ from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.stored_weight import bind
 from fp8_dist.weight.weights import float8_modules, weights_of
 
 
@@ -26,6 +27,7 @@ def _when_sharded(parameter: internals.FsdpParameter) -> None:
     weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
     for weight in weights:
         weight.fsdp = parameter
+        bind(weight, parameter.sharded)
         weight.check_sharded()
     wrap_sharded(parameter, weights)
     if (group := parameter.group) and group.fsdp_params[0] is parameter.own:

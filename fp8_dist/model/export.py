@@ -24,7 +24,7 @@ from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_lo
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given
-from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, reduction
+from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, Scheme, reduction
 from fp8_dist.text import without_wrappers
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored_weight import as_stored
@@ -235,7 +235,7 @@ def float8_stream(
             continue
         source = _Source(value, weights.get(key), [])
         if (weight := source.weight) is not None:
-            weight.schemes[0].start(Layout.of(weight.parameter()))  # raises if it can't be cast
+            weight.held_scheme().start(Layout.of(weight.parameter()))  # raises if it can't be cast
             if packs and (why := _why_not_packed(model, key, weight, gather)):
                 raise ValueError(f"{caller}: {key}, {list(value.shape)}, {why}")
         # Layers may share a weight, which is cast once.
@@ -288,11 +288,18 @@ def _contracted_dim(weight: Float8Weight) -> int:
     return -2 if isinstance(weight, ExpertWeight) and weight.is_transposed else -1
 
 
+def _saved_scheme(weight: Float8Weight) -> Scheme:
+    """The scheme of a weight as ``[..., N, K]``."""
+    scheme = weight.held_scheme()
+    is_turned = isinstance(scheme, BlockScheme) and _contracted_dim(weight) == -2
+    return scheme.transposed_scheme if is_turned else scheme
+
+
 def _packed(weight: Float8Weight, tensor: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Return the packed blocks of an MXFP4 weight, a DTensor if ``tensor`` is one, and scales."""
     if _contracted_dim(weight) == -2:
         tensor, scales = tensor.mT, scales.mT
-    (scheme,), n, k = weight.schemes, *tensor.shape[-2:]
+    scheme, n, k = _saved_scheme(weight), *tensor.shape[-2:]
     assert isinstance(scheme, Mxfp4)
     local = local_tensor(tensor)
     blocks = pack_e2m1(local).view(*local.shape[:-1], local.shape[-1] // 32, 16)
@@ -403,11 +410,10 @@ def checked_weights(
     converted = weights_of_model(model, caller)
     first_name, first = next(iter(converted.items()))
     for name, weight in converted.items():
-        blocks, *others = weight.schemes or (None,)
+        blocks = _saved_scheme(weight) if len(weight.schemes) == 1 or weight.is_stored else None
         if (
-            others
-            or not isinstance(blocks, Mxfp4 if format == "mxfp4" else BlockScheme)
-            or blocks.rows != blocks.columns
+            not isinstance(blocks, Mxfp4 if format == "mxfp4" else BlockScheme)
+            or (format == "float8" and blocks.rows != blocks.columns)
             or blocks.dtype is not torch.float8_e4m3fn
         ):
             config = experts_config(weight.module) or config_text(weight.config)
@@ -420,7 +426,7 @@ def checked_weights(
                 f"{needed}; load the state dict into a model that was converted with {remedy}, and "
                 "export that"
             )
-        if blocks != first.schemes[0]:
+        if blocks != _saved_scheme(first):
             raise ValueError(
                 f"{caller}: {first_name} and {name} are in blocks of different sizes or rules, "
                 "but a checkpoint has one weight_block_size; convert all layers with one recipe"
@@ -447,11 +453,13 @@ def checked_weights(
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
         for part in entries_of(model, weight, name, whole).values():
-            dims = zip(part.shape[-2:], sizes, (blocks.rows, blocks.columns), strict=True)
+            held = weight.held_scheme()
+            assert isinstance(held, BlockScheme)
+            dims = zip(part.shape[-2:], sizes, (held.rows, held.columns), strict=True)
             if any(size != whole_size and size % block for size, whole_size, block in dims):
                 raise ValueError(
                     f"{caller}: checkpoints divide {name}, {list(sizes)}, into parts of "
-                    f"{list(part.shape)}, which cut blocks of {blocks.rows} x {blocks.columns}; "
+                    f"{list(part.shape)}, which cut blocks of {held.rows} x {held.columns}; "
                     "leave the experts unconverted (module_filter_fn), or convert with the recipe "
                     '"mxfp8", whose blocks are 32 x 32'
                 )

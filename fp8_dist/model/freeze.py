@@ -6,9 +6,10 @@ import torch
 import torch.nn as nn
 
 from fp8_dist.linear.module import other_users
-from fp8_dist.moe.experts import FilterFn, check_arguments
+from fp8_dist.moe.experts import ExpertWeight, FilterFn, check_arguments
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.scaling import CastPlan
+from fp8_dist.operand.sources import FRESH
+from fp8_dist.scaling import CastPlan, Mxfp4, Scheme
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored_weight import share, store_in_float8
@@ -21,6 +22,7 @@ def freeze_to_float8(
     *,
     module_filter_fn: FilterFn | None = None,
     format: Literal["float8", "mxfp4"] = "float8",
+    block_size: tuple[int, int] | None = None,
 ) -> list[str]:
     """Store the frozen weights of converted layers and experts in float8, in place.
 
@@ -62,6 +64,13 @@ def freeze_to_float8(
             byte per element. Each GEMM unpacks them, and the backward unpacks them again, so that
             autograd keeps no float8 copy. Unless FSDP2 shards dim 0 evenly, it can't gather them
             packed, and they become float8. A ``state_dict`` has float8 data with both formats.
+        block_size: ``(1, 32)``, with ``"mxfp4"``, stores weights as released MXFP4 checkpoints do,
+            with one exponent per 32 values of a row, whatever the recipe. Each GEMM dequantizes
+            them, which is exact, and takes the recipe's cast of these values, so the layer has the
+            bits of one with the dequantized weight. For GEMMs in bf16, convert experts with
+            ``Float8ExpertsConfig(recipe=None)``, and layers with casts whose
+            ``scaling_granularity`` is :class:`fp8_dist.scaling.Unscaled`. ``None``: the weights are
+            stored as they are multiplied.
 
     Returns:
         The FQNs of all weights in ``module`` that are stored in float8.
@@ -71,13 +80,20 @@ def freeze_to_float8(
     Raises:
         ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
             admits; a weight is distributed, or shared with a module that is not stored in float8;
-            its recipe casts it twice, or not at all; ``format`` is unknown; or, with ``"mxfp4"``,
-            its recipe has another format or its number of columns is odd.
+            its recipe casts it twice, or not at all; ``format`` or ``block_size`` is unknown; or,
+            with ``"mxfp4"``, its recipe has another format, its number of columns is odd, or
+            ``block_size`` does not divide its dims.
         TypeError: ``module`` is not an nn.Module.
     """
     check_arguments("freeze_to_float8", module, module_filter_fn)
     if format not in ("float8", "mxfp4"):
         raise ValueError(f'freeze_to_float8: format={format!r} is neither "float8" nor "mxfp4"')
+    if block_size is not None and (format, block_size) != ("mxfp4", (1, 32)):
+        raise ValueError(
+            f"freeze_to_float8: block_size={block_size!r} with format={format!r}; pass "
+            'format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the '
+            "recipe casts them"
+        )
     weights = weights_of_model(module, "freeze_to_float8")
     admitted = {
         fqn: weight
@@ -87,9 +103,9 @@ def freeze_to_float8(
     }
     chosen = {fqn: weight for fqn, weight in admitted.items() if not weight.is_stored}
     for fqn, weight in chosen.items():
-        _check(fqn, weight)
+        _check(fqn, weight, block_size)
     for fqn, weight in admitted.items() if format == "mxfp4" else ():
-        _check_packs(fqn, weight)
+        _check_packs(fqn, weight, _scheme(weight, block_size))
     parameters = {fqn: weight.parameter() for fqn, weight in chosen.items()}
     if shared := other_users(module, parameters, [weight.module for weight in chosen.values()]):
         raise ValueError(
@@ -100,10 +116,11 @@ def freeze_to_float8(
     for weight in chosen.values():
         first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
-            source, plan = weight.source(weight.parameter()), CastPlan(weight.schemes)
+            source = weight.source(weight.parameter()) if block_size is None else FRESH
+            plan = CastPlan((_scheme(weight, block_size),))
             (cast,), _ = cast_local(weight.shard(), plan, weight.layout(), source)
-            qdata, scales = cast.qdata.clone(), cast.scales[0].clone()
-            store_in_float8(weight, qdata, scales, packs=format == "mxfp4")
+            cast = cast._replace(qdata=cast.qdata.clone(), scales=(cast.scales[0].clone(),))
+            store_in_float8(weight, cast, packs=format == "mxfp4")
         else:  # layers may share a weight
             share(weight, first.parameter(), first.module.get_parameter(first.scales_name))
     stored = [fqn for fqn, weight in weights.items() if weight.is_stored]
@@ -181,9 +198,18 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
     return weight.high_precision()
 
 
-def _check(fqn: str, weight: Float8Weight) -> None:
+def _scheme(weight: Float8Weight, block_size: tuple[int, int] | None) -> Scheme:
+    """The scheme that a weight, which a GEMM takes in float8, is stored with."""
+    if block_size is None:
+        return weight.schemes[0]
+    is_transposed = isinstance(weight, ExpertWeight) and weight.is_transposed
+    return Mxfp4(torch.float8_e4m3fn, *(block_size[::-1] if is_transposed else block_size))
+
+
+def _check(fqn: str, weight: Float8Weight, block_size: tuple[int, int] | None) -> None:
     uses = set(weight.config.recipe.uses["weight"].values())
-    if len(uses) > 1 or None in uses or len(weight.schemes[0].levels) > 1:
+    is_recast = block_size is not None and None not in uses
+    if not is_recast and (len(uses) > 1 or None in uses or len(weight.schemes[0].levels) != 1):
         in_high = "multiplied in high precision in a GEMM"
         casts = in_high if None in uses else "cast with several scales for each value"
         raise ValueError(
@@ -198,18 +224,29 @@ def _check(fqn: str, weight: Float8Weight) -> None:
         )
 
 
-def _check_packs(fqn: str, weight: Float8Weight) -> None:
-    stored = weight.stored()
-    if weight.schemes[0].packed_dtype is None or (stored and not stored.is_packed):
+def _check_packs(fqn: str, weight: Float8Weight, scheme: Scheme) -> None:
+    stored, shape = weight.stored(), list(weight.parameter().shape)
+    if scheme.packed_dtype is None or (
+        stored and not (stored.is_packed and stored.scheme == scheme)
+    ):
         raise ValueError(
             f"freeze_to_float8: {fqn} is not cast to four bits, or stored in float8 already; "
-            'convert the model with weight_format="mxfp4", and call unfreeze_from_float8 before '
-            'format="mxfp4"; or leave the layer out (module_filter_fn)'
+            'convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call '
+            'unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)'
         )
-    if weight.parameter().shape[-1] % 2:
+    if shape[-1] % 2:
         raise ValueError(
-            f"freeze_to_float8: {fqn} is {list(weight.parameter().shape)}, and an odd number of "
-            "columns can't be packed in pairs; leave the layer out (module_filter_fn)"
+            f"freeze_to_float8: {fqn} is {shape}, and an odd number of columns can't be packed in "
+            "pairs; leave the layer out (module_filter_fn)"
+        )
+    if (
+        isinstance(scheme, Mxfp4)
+        and scheme.is_storage
+        and shape[-1 if scheme.rows == 1 else -2] % 32
+    ):
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is {shape}, whose input features 32 does not divide; leave "
+            "the layer out (module_filter_fn)"
         )
 
 

@@ -2,7 +2,9 @@
 
 The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 Those of compressed-tensors and ModelOpt are read too. In all of them a weight is its float8 data
-times its scales. Entries that could mean something else raise an error that names them.
+times its scales. In GPT-OSS's MXFP4 checkpoints, the data is ``NAME_blocks``, uint8 ``[..., N,
+K / 32, 16]``, and the exponents are ``NAME_scales``, uint8 ``[..., N, K / 32]``. Entries that could
+mean something else raise an error that names them.
 """
 
 import json
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from fp8_dist.device import FLOAT8_DTYPES, is_float8, short_name
 from fp8_dist.fsdp.gathers import reshard
+from fp8_dist.kernels.e2m1 import unpack_e2m1
 from fp8_dist.mesh import local_pieces, local_tensor, narrowed, regions, with_local
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
@@ -30,6 +33,9 @@ from fp8_dist.weight.weights import checked_module
 
 # The names of dtypes in safetensors files: such as "F8_E5M2", and "F8_E4M3" for torch's e4m3fn.
 _FLOAT8 = {f"F8_{short_name(dtype).removesuffix('fn').upper()}": dtype for dtype in FLOAT8_DTYPES}
+# MXFP4 is read as e4m3. 32 values of a row share an exponent.
+_MXFP4, _GROUP, _E4M3 = "MXFP4", 32, torch.float8_e4m3fn
+_FLOAT8[_MXFP4] = _E4M3
 _FLOAT = {"F64", "F32", "F16", "BF16", *_FLOAT8}
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
@@ -48,6 +54,53 @@ class Entry(NamedTuple):
     size: tuple[int, ...]  # likewise; the entry in the file may lack leading dims of size 1
 
 
+class _Mxfp4(NamedTuple):
+    """The values of MXFP4 blocks in a file, which are read as e4m3 ``[..., N, K]``."""
+
+    blocks: Any  # of safetensors, like the entries of other files
+    is_transposed: bool = False  # read them as [..., K, N]
+
+    def get_dtype(self) -> str:
+        return _MXFP4
+
+    def get_shape(self) -> list[int]:
+        *others, n, groups, size = self.blocks.get_shape()
+        matrix = [n, 2 * groups * size]
+        return [*others, *(matrix[::-1] if self.is_transposed else matrix)]
+
+    def __getitem__(self, index: Index) -> Tensor:
+        *others, rows, columns = index
+        if self.is_transposed:
+            rows, columns = columns, rows
+        first = columns.start // _GROUP
+        groups = slice(first, -(-columns.stop // _GROUP))
+        packed = self.blocks[(*others, rows, groups)].flatten(-2)
+        data = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=_E4M3)
+        unpack_e2m1(packed.contiguous(), data)
+        begin = columns.start - first * _GROUP
+        data = data[..., begin : begin + columns.stop - columns.start]
+        return data.mT if self.is_transposed else data
+
+
+class _Exponents(NamedTuple):
+    """The exponents of MXFP4 blocks in a file, which are read as e8m0."""
+
+    exponents: Any
+    is_transposed: bool = False
+
+    def get_dtype(self) -> str:
+        return "F8_E8M0"
+
+    def get_shape(self) -> list[int]:
+        *others, n, groups = self.exponents.get_shape()
+        return [*others, *([groups, n] if self.is_transposed else [n, groups])]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        exponents = self.exponents[index]
+        exponents = exponents.mT if self.is_transposed else exponents
+        return exponents.contiguous().view(torch.float8_e8m0fnu)
+
+
 class _Files(dict[str, Any]):
     """The entries of safetensors files, which are read when they are indexed.
 
@@ -58,12 +111,36 @@ class _Files(dict[str, Any]):
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
+        for key in [key for key in entries if key.endswith("_blocks")]:
+            self._join(key, key.removesuffix("_blocks"))
         for key in entries:
             for separator in re.finditer("[._]", key):
                 owner, ending = key[: separator.start()], key[separator.start() :]
                 is_companion = owner in entries and ("scal" in ending or "zero_point" in ending)
                 if is_companion and (ending in _SCALES or not _CALIBRATED.search(key)):
                     self.companions.setdefault(owner, []).append(key)
+
+    def _join(self, key: str, name: str) -> None:
+        """Replace MXFP4 blocks ``key`` by an entry ``name``, and their scales by exponents."""
+        blocks, scales = self.pop(key), self.get(f"{name}_scales")
+        shape, kinds = list(blocks.get_shape()), [str(blocks.get_dtype())]
+        kinds += [] if scales is None else [str(scales.get_dtype())]
+        expected = [] if scales is None else [*scales.get_shape(), _GROUP // 2]
+        if name in self or scales is None or kinds != ["U8", "U8"] or shape != expected:
+            found = "missing" if scales is None else f"{kinds[-1]} {list(scales.get_shape())}"
+            raise ValueError(
+                f"load_float8_checkpoint: {key} is {kinds[0]} {shape}, and {name}_scales is "
+                f"{found}. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] "
+                f"in place of {name}; save the checkpoint in GPT-OSS's layout"
+            )
+        self[name], self[f"{name}_scales"] = _Mxfp4(blocks), _Exponents(scales)
+        self.companions[name] = [f"{name}_scales"]
+
+    def transpose(self, key: str) -> None:
+        """Read an entry in MXFP4 as ``[..., K, N]``."""
+        scales = f"{key}_scales"
+        self[key] = self[key]._replace(is_transposed=True)
+        self[scales] = self[scales]._replace(is_transposed=True)
 
     def dtype(self, key: str) -> str:
         return str(self[key].get_dtype())
@@ -86,6 +163,8 @@ class _Files(dict[str, Any]):
             ValueError: there are none, or several, or they have another name.
         """
         companions, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
+        if self.dtype(key) == _MXFP4:
+            return companions[0]
         if len(companions) != 1 or companions[0] not in known:
             raise ValueError(
                 f"{key} is in float8, and its scales in the checkpoint are {_some(companions)}. "
@@ -253,6 +332,15 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
             empty = torch.empty(tensor.shape, device="meta")
             name, *_ = experts.adapter.entries(module, name, empty)
         entries = _entries_of(module, weight, name, tensor)
+        for key in [e.key for e in entries if e.key in files and files.dtype(e.key) == _MXFP4]:
+            is_turned = isinstance(weight, ExpertWeight) and weight.is_transposed
+            if is_turned and not files[key].is_transposed:
+                files.transpose(key)
+            if weight is None and tensor.ndim > 2:
+                raise ValueError(
+                    f"load_float8_checkpoint: {key} is in MXFP4, and whether the model has its "
+                    "matrices transposed is not known; call convert_experts_to_float8_training"
+                )
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
         if not lacking:
@@ -324,6 +412,11 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
                 _stored_scales(weight, entry, files)
         elif are_coded and files.float8(key):
             _scales_of(entry, files)
+        if kind == _MXFP4 and (files[files.scales(key)][...].view(torch.uint8) == 255).any():
+            raise ValueError(
+                f"load_float8_checkpoint: {files.scales(key)} has the exponent 255, NaN; download "
+                "the checkpoint, or save it, again"
+            )
 
 
 def _load(part: _Part, files: _Files) -> None:
@@ -394,6 +487,8 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[Tensor, tuple[int, ...]]:
     scales = checked_scales(files[key][...], f"load_float8_checkpoint: {key}").to(torch.float32)
     numbers, size = counts(files.shape(key), shape), shape[-2:]
     blocks = [size, (1, size[-1]), *((block, block) for block in _BLOCKS)]
+    if files.dtype(entry.key) == _MXFP4:
+        blocks = [(_GROUP, 1) if files[entry.key].is_transposed else (1, _GROUP)]
     for block in blocks if len(size) == 2 else ():
         counted = [-(-n // b) for n, b in zip(size, block, strict=True)]
         if numbers in ([1] * len(shape), [*shape[:-2], *counted]):
@@ -411,7 +506,8 @@ def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, Tensor, torch.dtype]:
     """Return the entry of the scales, the scales as the weight stores them, and their dtype."""
-    (scheme,), key, dtype = weight.schemes, files.scales(entry.key), files.float8(entry.key)
+    key, dtype = files.scales(entry.key), files.float8(entry.key)
+    scheme = weight.held_scheme()
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
@@ -428,14 +524,15 @@ def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
     Raises:
         ValueError: the entry shares a scale with other entries of the weight.
     """
-    (level,), shape = weight.schemes[0].levels, weight.parameter().shape
+    scheme, shape = weight.held_scheme(), weight.parameter().shape
+    (level,) = scheme.levels
     offset = []
     for dim, (n, at, size) in enumerate(zip(shape, entry.offset, entry.size, strict=True)):
         block = level.block(dim, len(shape)) or n
         if at % block or ((at + size) % block and at + size != n):
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is a part of {weight.fqn}.{weight.name} that "
-                f"shares a scale with other parts (one per {weight.schemes[0].covers}); leave the "
+                f"shares a scale with other parts (one per {scheme.covers}); leave the "
                 'experts out of freeze_to_float8, or convert them with "mxfp8" or "rowwise_folded"'
             )
         offset.append(at // block)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_field_names, check_fields
 from fp8_dist.device import e4m3
 from fp8_dist.recipe_names import ExpertsRecipe as ExpertsRecipe
-from fp8_dist.scaling import Dense, Scheme, covering
+from fp8_dist.scaling import Dense, Scheme, Unscaled, covering
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Float8ExpertsConfig:
         ValueError: a field has an unsupported value, or the recipe does not take ``weight_format``.
     """
 
-    recipe: ExpertsRecipe = "rowwise_folded"
+    recipe: ExpertsRecipe | None = "rowwise_folded"
     combine: Literal["high_precision", "float8"] = "high_precision"
     enable_fsdp_float8_all_gather: bool | Literal["auto"] = "auto"
     keep_fsdp_float8_cast: bool = True
@@ -50,12 +50,15 @@ class Float8ExpertsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.recipe == "tensorwise" and self.weight_format == "e4m3":
+        if self.recipe is None and self.weight_format == "e4m3":
+            unscaled = CastConfig(scaling_granularity=Unscaled())
+            linear = Float8LinearConfig(unscaled, None, unscaled, None, unscaled)
+        elif self.recipe == "tensorwise" and self.weight_format == "e4m3":
             schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             linear = Float8LinearConfig(row, None, matrix, None, row)
         else:
-            name, weight_format = self.recipe, self.weight_format
+            name, weight_format = str(self.recipe), self.weight_format
             linear = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
         gather = self.enable_fsdp_float8_all_gather
         linear = replace(
@@ -94,8 +97,9 @@ class Float8ExpertsConfig:
 
 def stored_transposed(scheme: Scheme) -> Scheme:
     """The scheme that gives ``[E, K, N]`` the same scales as ``scheme`` gives ``[E, N, K]``."""
-    (level,) = scheme.levels
-    return scheme if level.rows == level.columns else covering((1,), scheme, 3)
+    if all(level.rows == level.columns for level in scheme.levels):
+        return scheme
+    return covering((1,), scheme, 3) if isinstance(scheme, Dense) else scheme.transposed_scheme
 
 
 # Created once here, because dynamo does not trace the creation of a config.

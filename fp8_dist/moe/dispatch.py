@@ -210,7 +210,7 @@ def _moved(rows: Quantized, move: _Move) -> Quantized:
 def _sent(rows: Quantized, order: _Move, send: _Move, group: dist.ProcessGroup | None) -> Quantized:
     """Reorder float8 rows with their scales, and send them in one message."""
     rows = _moved(rows, order)
-    if group is None:
+    if group is None or not rows.scales:
         return _moved(rows, send)
     message = send(as_bytes(pack_rows(rows.qdata, rows.scales)))
     qdata, scales = unpack_rows(message, rows.qdata, rows.scales)

@@ -97,6 +97,9 @@ def grouped_mm(gemm: GroupedGemm) -> Tensor:
 def _grouped_mm(gemm: GroupedGemm) -> Tensor:
     rows, weights, transpose, groups, out_dtype, emulate = gemm
     n, k = dims = weights.qdata.shape[1:]
+    if not (rows.scheme.levels or any(size % ALIGNMENT for size in dims)) and len(rows.qdata):
+        wide = weights.qdata.mT if transpose else weights.qdata
+        return F.grouped_mm(rows.qdata, wide, offs=groups.ends).to(out_dtype)
     if grouped.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
         if rows.scheme.is_recast_for_rows:
             wide = _as_bf16(weights)

@@ -263,7 +263,7 @@ def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> No
     global _cached_cast
     *unsaved, saved = copies
     data = ref(saved.qdata, _drop_cast)
-    saved = saved._replace(qdata=saved.scales[0])
+    saved = saved._replace(qdata=saved.scales[0] if saved.scales else x.new_empty(0))
     _cached_cast = _CachedCast(ref(internals.base_of(x)), key, plan, unsaved, data, saved)
 
 

@@ -7,7 +7,7 @@ from fp8_dist.scaling.blocks import (
     Mxfp4 as Mxfp4,
     transposed as transposed,
 )
-from fp8_dist.scaling.dense import Dense as Dense, covering as covering
+from fp8_dist.scaling.dense import Dense as Dense, Unscaled as Unscaled, covering as covering
 from fp8_dist.scaling.level import Level as Level, Start as Start
 from fp8_dist.scaling.scheme import (
     CastPlan as CastPlan,

@@ -251,6 +251,10 @@ class Mxfp4(Blocks):
         return f"block of {self.rows} x {self.columns} (MXFP4, {self.rule})"
 
     @property
+    def is_storage(self) -> bool:
+        return self.rows != self.columns
+
+    @property
     def largest(self) -> float:
         return 6.0
 
@@ -311,7 +315,7 @@ class Fp32Blocks(BlockScheme):
 def matrix_operand(operand: Quantized) -> Quantized:
     """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
-    if qdata.ndim == 2 and operand.scales[-1].ndim <= 2:  # no level is finer
+    if qdata.ndim == 2 and all(scale.ndim <= 2 for scale in operand.scales):  # no level is finer
         return operand
     scales = []
     for level, scale in zip(operand.scheme.levels, operand.scales, strict=True):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fp8_dist.device import fuses_casts, rounds_to, stores_transposed
+from fp8_dist.device import fuses_casts, rounds_to, short_name, stores_transposed
 from fp8_dist.kernels import gemm, quantization
 from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, fusible_amax, scaling_from_amax
 from fp8_dist.scaling.level import DimsLevel, Level, Start
@@ -203,6 +203,51 @@ def _in_one_pass(schemes: Sequence[Scheme]) -> list[Dense] | None:
     """The schemes, if one pass over a tensor can serve all of them; else None."""
     kinds = [s for s in schemes if isinstance(s, Dense) and s.per in _IN_ONE_PASS]
     return kinds if len(kinds) == len(schemes) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Unscaled(Scheme):
+    """High precision: GEMMs multiply the data, in ``dtype``, without scales.
+
+    Layers whose weights alone are in few bits have it for all operands.
+    """
+
+    family: ClassVar[str] = "unscaled"
+
+    dtype: torch.dtype = torch.bfloat16
+
+    def make_levels(self) -> tuple[Level, ...]:
+        return ()
+
+    def measure(self, x: Tensor, start: Start = (0, 0)) -> Statistics:
+        return ()
+
+    def scales_from(self, statistics: Statistics) -> Scales:
+        return ()
+
+    @property
+    def is_recast_for_rows(self) -> bool:
+        return True  # no scales are folded, and no GEMM takes a transposed copy
+
+    def transposed(self) -> "Unscaled":
+        return self
+
+    @property
+    def covers(self) -> str:
+        return f"nothing ({short_name(self.dtype)})"
+
+    def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
+        # An operator must not return its arguments.
+        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+
+    def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
+        return qdata.to(torch.float32)
+
+    def multiply(
+        self, left: Quantized, right: Quantized, out_dtype: torch.dtype, options: gemm.GemmOptions
+    ) -> Tensor:
+        with torch.autocast(left.qdata.device.type, enabled=False):
+            return torch.mm(left.qdata, right.qdata).to(out_dtype)
 
 
 def covering(dims: tuple[int, ...], like: Scheme, ndim: int) -> Dense:

@@ -150,7 +150,7 @@ def _multiply_in_graph(*arguments: Any) -> Tensor:
     """
     a, b = matrices(operand_of(*arguments[:4]), operand_of(*arguments[4:8]), arguments[8])
     fuses_collectives, product = torch_internals.graphs_fuse_collectives(), None
-    is_fused = fuses_collectives and not (a.scales[0].ndim or b.scales[0].ndim)
+    is_fused = fuses_collectives and not any(scale.ndim for scale in (*a.scales, *b.scales))
     if is_fused or not (fuses_collectives or torch_internals.graphs_choose_gemms()):
         product = a.scheme.fusible_product(a, b, *arguments[9:])
     if product is not None:

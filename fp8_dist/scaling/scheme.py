@@ -180,6 +180,14 @@ class Scheme:
     # Relations to other schemes
 
     @property
+    def is_storage(self) -> bool:
+        """Whether no one copy of this scheme serves both GEMMs of a weight.
+
+        GEMMs of a stored weight then take the values, cast by the scheme of the layer.
+        """
+        return False
+
+    @property
     def is_recast_for_rows(self) -> bool:
         """Whether :meth:`for_rows` makes new data, so that its GEMM needs no transposed copy."""
         return False

@@ -41,7 +41,15 @@ from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import FRESH, Given, Request, Source, State, needs_op, register_handle
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
-from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, shared_schemes
+from fp8_dist.scaling import (
+    CastPlan,
+    Quantized,
+    Scheme,
+    Statistics,
+    operators,
+    scheme_named,
+    shared_schemes,
+)
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.text import warn_once
 from fp8_dist.weight.agreement import check_placed
@@ -274,9 +282,18 @@ class Float8Weight:
         parameter = self.parameter() if parameter is None else parameter
         if not isinstance(local_tensor(parameter), StoredFloat8):
             return None
-        (scheme,), scales = self.schemes, self.module.get_parameter(self.scales_name)
-        names = self.fqn, self.name, self.scales_name
-        return StoredWeight(*names, parameter, scales, self.layout(parameter), scheme)
+        names, scales = (self.fqn, self.name), self.module.get_parameter(self.scales_name)
+        layout, scheme = self.layout(parameter), self.held_scheme(parameter)
+        return StoredWeight(*names, self.scales_name, parameter, scales, layout, scheme)
+
+    def held_scheme(self, parameter: torch.Tensor | None = None) -> Scheme:
+        """The scheme of the data, if the parameter is stored, and otherwise of its first cast."""
+        parameter = self.parameter() if parameter is None else parameter
+        scheme, local = self.schemes[0], local_tensor(parameter)
+        if not isinstance(local, StoredFloat8) or local.key == scheme.key:
+            return scheme
+        stored = scheme_named(local.key)
+        return stored if stored.is_storage else scheme
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
@@ -322,10 +339,13 @@ class Float8Weight:
         local = local_tensor(parameter)
         if not self.schemes:
             return WeightOperands()
+        stored_as, whole = None, None
         if (stored := self.stored(parameter)) is not None:
             whole = stored.quantized()
-            later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
-            return WeightOperands(whole, later if stored.is_packed else whole)
+            if not whole.scheme.is_storage or whole.scheme in self.schemes:
+                later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
+                return WeightOperands(whole, later if stored.is_packed else whole)
+            stored_as = whole.scheme
         if is_float8(local.dtype):
             raise TypeError(
                 f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
@@ -339,7 +359,7 @@ class Float8Weight:
         use, uncast, layout = None, None, self.layout(parameter)
         if is_observed():
             use = Use((self,), "weight", self.forward_layout(parameter))
-        is_unsharded = self.fsdp is not None  # then no copy may outlive it
+        is_unsharded = self.fsdp is not None or stored is not None  # no copy may outlive it
         gemms = _GEMMS if both and not is_unsharded else _GEMMS[:1]
         plan, places = self.copies(gemms, local.device)
         if not torch.compiler.is_compiling():
@@ -347,13 +367,16 @@ class Float8Weight:
             self.note_unsharded(parameter)
         source, shard = self.source(parameter), KnownWeight.unwrap(local)
         with torch.no_grad():
+            if whole is not None:
+                shard = operators.dequantize(whole).to(local.dtype)
             if is_unsharded:
                 statistics = source.statistics(shard, self.schemes, layout)
                 known = dict(zip(self.schemes, statistics, strict=True))
                 for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
                     owner = None if scheme in plan.schemes else self  # the forward's was reported
-                    how = known[scheme], scheme, layout, owner, source.amax_from
-                    uncast = Uncast(parameter, *how)
+                    needed = (*whole.scales, *known[scheme]) if whole else known[scheme]
+                    how = needed, scheme, layout, owner, source.amax_from
+                    uncast = Uncast(parameter, *how, stored_as=stored_as)
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.amax_from)
             if plan.of:
@@ -436,7 +459,8 @@ class Float8Weight:
         if self._gather is None or any(map(is_not, self._gather[0], depends_on)):
             layout = self.layout(parameter)
             assert layout is not None
-            plan = Gather.of(self.schemes, layout, self.gathered_layout(layout) or layout)
+            schemes = (self.held_scheme(),) if self.is_stored else self.schemes
+            plan = Gather.of(schemes, layout, self.gathered_layout(layout) or layout)
             self._gather = depends_on, plan
         return self._gather[1]
 
@@ -503,6 +527,8 @@ class Float8Weight:
 
     def _warn_if_flag_has_no_effect(self, parameter: torch.Tensor) -> None:
         flag = self.config.enable_fsdp_float8_all_gather
+        if self.scales_name in self.module._parameters:  # or adapters are added to a stored weight
+            return
         is_computed = self.module._parameters.get(self.name) is not parameter
         # "auto" also allows for models that nothing shards.
         if flag is True or (self.config.fsdp_float8_all_gather and is_computed):

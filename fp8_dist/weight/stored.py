@@ -41,12 +41,14 @@ class Stored(wrapper.WrapperParameter):
     Attributes:
         write: runs an in-place addition on the weight in high precision and casts it again, given
             the operator and its other arguments; None if this is not the whole weight of a layer.
+        read: dequantizes such a parameter, sharded or not; None where ``write`` is None.
         payload: the dtype of FSDP2's all-gather input; None means the dtype of ``plain``.
     """
 
     write: Callable[..., None] | None
+    read: Callable[["Stored"], torch.Tensor] | None
     payload: ClassVar[torch.dtype | None] = None
-    __slots__ = ("write",)
+    __slots__ = ("read", "write")
 
     @classmethod
     def check_rebuilds(cls, plain: torch.Tensor) -> None:
@@ -59,7 +61,7 @@ class Stored(wrapper.WrapperParameter):
             )
 
     def set_up(self) -> None:
-        self.write = None
+        self.write = self.read = None
 
     def readable(self, reader: str) -> torch.Tensor:
         if reader == "share_memory_()":
@@ -92,6 +94,9 @@ class Stored(wrapper.WrapperParameter):
             if func in _ADDITIONS and args[0] is stored and stored.write is not None:
                 stored.write(func, *args[1:], **kwargs)
                 return stored
+            # PEFT's adapters of parameters, in their forward
+            if func is aten.baddbmm.default and args[0] is stored and stored.read is not None:
+                return func(stored.read(stored), *args[1:], **kwargs)
             raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
         dtype = kwargs.pop("dtype", None) if func is aten._to_copy.default else None
         if func is aten.copy_.default:
@@ -113,10 +118,16 @@ class Stored(wrapper.WrapperParameter):
             return args[0]
         if func is aten.detach.default:
             detached = stored.like(out)
-            detached.write = stored.write  # ``weight.data += update`` casts the sum (PEFT's merges)
+            # ``weight.data += update`` casts the sum (PEFT's merges).
+            detached.write, detached.read = stored.write, stored.read
             return detached
         inner_dtype = stored.plain.dtype
         return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
+
+    def readable_as(self, other: Self) -> Self:
+        """Return another part or copy of the weight, whole or sharded, which can be read, too."""
+        other.read = self.read
+        return other
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         """The size of the plain tensor inside a parameter of ``size``."""
@@ -151,7 +162,7 @@ class Stored(wrapper.WrapperParameter):
         if out is not None:
             return None  # FSDP2 refilled the same storage
         plain = wrapper.unpadded(all_gather_outputs[0], self.plain.dtype, metadata)
-        return self.like(plain, param_dtype), ()
+        return self.readable_as(self.like(plain, param_dtype)), ()
 
 
 _REMEDY = (
@@ -236,7 +247,8 @@ class PackedFloat8(StoredFloat8):
         strides[dim] = 1
         first = self.plain.storage_offset() + int(first) // 2
         plain = self.plain.as_strided(size, strides, first)
-        return type(self)(plain, self.dtype, self.key, is_transposed)
+        part = type(self)(plain, self.dtype, self.key, is_transposed)
+        return self.readable_as(part) if part.shape == self.shape else part
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         return torch.Size((*size[:-1], size[-1] // 2))

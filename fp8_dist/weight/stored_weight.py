@@ -34,7 +34,7 @@ class StoredWeight(NamedTuple):
         name, scales_name: the names of the parameters in the module.
         data, scales: the parameters, sharded or unsharded.
         layout: the layout of ``data``.
-        scheme: the scheme of the layer's config.
+        scheme: the scheme of the data: that of the layer's config, or one for storage alone.
     """
 
     fqn: str
@@ -198,12 +198,12 @@ class StoredWeight(NamedTuple):
         state[scales_key] = with_local(self.scales, stored_scales.like(scales))
 
 
-def store_in_float8(weight: Any, qdata: torch.Tensor, scales: torch.Tensor, packs: bool) -> None:
-    """Replace a ``Float8Weight`` by two new parameters, for its data and its scales.
+def store_in_float8(weight: Any, cast: Quantized, packs: bool) -> None:
+    """Replace a ``Float8Weight`` by two new parameters, for the data and the scales of a cast.
 
     ``packs``: whether the data is packed.
     """
-    (scheme,), dtype = weight.schemes, weight.parameter().dtype
+    (qdata, (scales,), scheme, *_), dtype = cast, weight.parameter().dtype
     held = as_stored(scales if scales.ndim else scales.view(1), scheme)
     data = StoredFloat8(qdata, dtype, scheme.key)
     if packs:
@@ -221,23 +221,34 @@ def share(weight: Any, data: torch.Tensor, scales: nn.Parameter) -> None:
 
 
 def bind(weight: Any, parameter: torch.Tensor | None) -> None:
-    """Pass in-place additions to a stored parameter on to its weight (``StoredFloat8.write``)."""
+    """Pass sums with a stored parameter on to its weight (``Stored.write``, ``Stored.read``)."""
     local = None if parameter is None else local_tensor(parameter)
     if isinstance(local, StoredFloat8):
-        local.write = partial(_add, weakref.proxy(weight))
+        owner = weakref.proxy(weight)
+        local.write, local.read = partial(_add, owner), partial(_read, owner)
+
+
+def _read(weight: Any, local: torch.Tensor) -> torch.Tensor:
+    return operators.dequantize(weight.stored(local).quantized()).to(local.dtype)
 
 
 def _add(weight: Any, func: Any, *args: Any, **kwargs: Any) -> None:
-    warn_once(
-        "merged into float8",
-        f"{weight.fqn}: a sum with a weight that is stored in float8 is cast to float8 again, "
-        "and so is the difference when it is taken back: merging and unmerging an adapter does not "
-        "restore the weight's bits",
-    )
     stored = weight.stored()
     total = stored.dequantized()
     func(local_tensor(total), *args, **kwargs)
     stored.write(total)
+    key, known = "merged into float8", ""
+    if stored.is_packed:  # a cast that may cost accuracy is reported for each weight
+        values, cast = (local_tensor(x).to(torch.float32) for x in (total, stored.dequantized()))
+        sqnr = 10 * torch.log10(values.square().sum() / (values - cast).square().sum())
+        key = f"{key}: {weight.fqn}.{weight.name}"
+        known = f" with an SQNR of {sqnr.item():.1f} dB (of {weight.name}, on this rank)"
+    warn_once(
+        key,
+        f"{weight.fqn}: a sum with a weight that is stored in float8 is cast to float8 again"
+        f"{known}, and so is the difference when it is taken back: merging and unmerging an "
+        "adapter does not restore the weight's bits",
+    )
 
 
 def place_scales(weight: Any, scales: torch.Tensor) -> None:
@@ -245,7 +256,7 @@ def place_scales(weight: Any, scales: torch.Tensor) -> None:
 
     They are replicated if ranks share scales.
     """
-    layout, (scheme,) = weight.layout(), weight.schemes
+    layout, scheme = weight.layout(), weight.held_scheme()
     (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
     dim = mesh.sharded_dim(placement, ndim)
     block = None if dim is None or level.is_scalar else level.block(dim, ndim)
@@ -374,7 +385,8 @@ def fitted(scales: torch.Tensor, shape: Sequence[int], scheme: Scheme, name: str
             f"{name} is {list(scales.shape)}, and the layer's recipe has one scale per "
             f"{scheme.covers}, {size or [1]}; convert the model with the recipe of the checkpoint: "
             '"blockwise" for scales of blocks, as DeepSeek\'s and Qwen\'s, "rowwise_folded" for '
-            'those of rows, "tensorwise" for one'
+            'those of rows, "tensorwise" for one; for MXFP4, freeze_to_float8(model, '
+            'format="mxfp4", block_size=(1, 32))'
         )
     return as_stored(scales.reshape(size or [1]), scheme, name)
 

@@ -9,6 +9,7 @@ from fp8_dist.operand.observers import Owner, Use, is_observed
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import AmaxFrom, Given
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, transposed
+from fp8_dist.scaling.operators import dequantize
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import StoredFloat8
 
@@ -18,17 +19,18 @@ class Uncast(NamedTuple):
 
     It is FSDP2's unsharded high-precision parameter, which FSDP2 frees between forward and
     backward: a float8 copy would outlive it. Or it is stored in packed form, and the backward
-    unpacks it.
+    unpacks it, or dequantizes it and casts it again.
 
     Attributes:
         parameter: the parameter, unsharded.
-        statistics: its global statistics; the scales of a stored weight.
+        statistics: its global statistics. Those of a stored weight are, or follow, its scales.
         scheme: the scheme of the cast.
         layout: its layout.
         owner: the owner of the cast, for observers; None if they are not notified.
         amax_from: see :class:`fp8_dist.operand.sources.Source`.
         transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
             the cast itself.
+        stored_as: the scheme of a stored weight whose values are cast; None: its data is taken.
     """
 
     parameter: torch.Tensor
@@ -38,6 +40,7 @@ class Uncast(NamedTuple):
     owner: Owner | None = None
     amax_from: AmaxFrom = None
     transposed_to: Scheme | None = None
+    stored_as: Scheme | None = None
 
     def cast(self, depends_on: torch.Tensor | None = None) -> Quantized:
         """Cast the parameter, which FSDP2 has gathered again, or unpack it.
@@ -47,15 +50,20 @@ class Uncast(NamedTuple):
                 float8 copy.
         """
         local, plan = KnownWeight.unwrap(local_tensor(self.parameter)), CastPlan((self.scheme,))
+        statistics, quantized = self.statistics, None
         if isinstance(local, StoredFloat8):
-            position = self.scheme.start(self.layout), self.scheme.splits_blocks(self.layout)
-            data = local.unpacked(self.scheme, depends_on)
-            quantized = Quantized(data, self.statistics, self.scheme, *position)
-        else:
+            scheme = self.stored_as or self.scheme
+            position = scheme.start(self.layout), scheme.splits_blocks(self.layout)
+            data = local.unpacked(scheme, depends_on)
+            quantized = Quantized(data, statistics[:1], scheme, *position)
+        if quantized is not None and self.stored_as is not None:
+            local, statistics = dequantize(quantized).to(local.dtype), statistics[1:]
+            quantized = None
+        if quantized is None:
             use = None
             if self.owner is not None and is_observed():
                 use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
-            how = self.layout, Given([self.statistics], self.amax_from), use
+            how = self.layout, Given([statistics], self.amax_from), use
             (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)

@@ -41,6 +41,7 @@ from fp8_dist.weight.stored import Stored
 
 # Whole blocks; and for some meshes blocks that ranks cut, and ranks without rows.
 WHOLE, CUT, EMPTY = (512, 384, 256), (128, 200, 72), (96, 3, 40)
+CUT_ROWS = (128, 160, 72)  # for blocks of 1 x 32, which divide all columns
 
 
 def layers(name: str, sizes: tuple[int, ...], store: bool, way: str) -> nn.Sequential:
@@ -54,8 +55,12 @@ def layers(name: str, sizes: tuple[int, ...], store: bool, way: str) -> nn.Seque
     convert_to_float8_training(net, config=config)
     for layer in net:
         layer.weight.requires_grad_(False)
-    if store:
+    if is_released := name.startswith("1 x 32"):
+        freeze_to_float8(net, format="mxfp4", block_size=(1, 32))
+    if store and not is_released:
         freeze(net)
+    elif is_released and not store:
+        unfreeze_from_float8(net)
     return net
 
 
@@ -148,6 +153,7 @@ def compared(size: int, name: str) -> dict[str, float]:
         for sizes in (WHOLE, *uneven.get(way, ())):
             if "mxfp4" in name and sizes == EMPTY:  # an odd number of columns
                 continue
+            sizes = CUT_ROWS if name.startswith("1 x 32") and sizes != WHOLE else sizes
             nets = [distribute(layers(name, sizes, store, way)) for store in (False, True)]
             expected, bits = map(losses, nets)
             assert all(map(same_bits, expected, bits)), (name, way, sizes)
@@ -160,6 +166,8 @@ def compared(size: int, name: str) -> dict[str, float]:
 
 RECIPES_AND_SIZES = [(2, "tensorwise"), (2, "mxfp4"), (3, "blockwise"), (3, "mxfp4")]
 RECIPES_AND_SIZES += [(4, "rowwise_folded"), (4, "mxfp4 of blockwise")]
+RECIPES_AND_SIZES += [(2, "1 x 32 of mxfp8"), (3, "1 x 32 in bf16"), (4, "1 x 32 of tensorwise")]
+RECIPES_AND_SIZES += [(2, "1 x 32 in bf16"), (4, "1 x 32 of rowwise")]
 
 
 @pytest.mark.parametrize(("size", "name"), RECIPES_AND_SIZES)
@@ -168,10 +176,12 @@ def test_bits_and_bytes_on_meshes(size: int, name: str) -> None:
     """Losses and gradients are those of the twin that casts its weights, on the same mesh."""
     for way, per_weight in compared(size, name).items():
         copies = {"DDP": 2, "HSDP": 2}.get(way, 1)
+        exponents = copies / 32 if "1 x" in name else 0
         # One scale per row of 512 and 384 values; of uneven shards FSDP2 pads some.
         more = 0.012 if name == "rowwise_folded" or size == 3 else 0.002
-        if "mxfp4" in name and way != "dim 1":  # which FSDP2 can't gather packed
+        if ("mxfp4" in name or "1 x" in name) and way != "dim 1":  # which can't be gathered packed
             copies *= 2 / 3 if size == 3 else 1 / 2  # of 384 and 256 rows
+        copies += exponents
         assert copies <= per_weight <= copies * (1 + more), way
 
 

@@ -6,9 +6,17 @@ import torch
 import torch.nn as nn
 from reference import same_bits
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, float8_layers, freeze_to_float8
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    float8_layers,
+    freeze_to_float8,
+)
+from fp8_dist.scaling import Unscaled
 
 named = Float8LinearConfig.from_recipe_name
+_UNSCALED = CastConfig(scaling_granularity=Unscaled())
 CONFIGS = {
     "tensorwise": named("tensorwise"),
     "rowwise_folded": named("rowwise_folded"),
@@ -17,6 +25,13 @@ CONFIGS = {
     "mxfp8": named("mxfp8"),
     "mxfp4": named("mxfp8", weight_format="mxfp4"),
     "mxfp4 of blockwise": named("blockwise", weight_format="mxfp4"),
+    # Stored in blocks of 1 x 32, and cast by the recipe from there.
+    "1 x 32 of mxfp8": named("mxfp8"),
+    "1 x 32 of tensorwise": named("tensorwise"),
+    "1 x 32 of rowwise": named("rowwise"),
+    "1 x 32 of rowwise_folded": named("rowwise_folded"),
+    "1 x 32 of delayed": named("delayed"),
+    "1 x 32 in bf16": Float8LinearConfig(_UNSCALED, None, _UNSCALED, None, _UNSCALED),
 }
 Run = tuple[torch.Tensor, ...]
 

@@ -1,0 +1,318 @@
+"""Released MXFP4 checkpoints, with one exponent per 32 values of a row, as frozen bases."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hf_models import batch, build
+from nets import full
+from peft import LoraConfig, get_peft_model
+from ranks import RankPools, device_mesh
+from reference import raised, same_bits
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import parallelize_module
+from transformers import GptOssForCausalLM, Mxfp4Config
+
+from fp8_dist import (
+    float8_state_dict,
+    freeze_to_float8,
+    load_float8_checkpoint,
+)
+from fp8_dist.debug import comm_audit
+from fp8_dist.mesh import local_tensor
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
+from fp8_dist.tensor_parallel import Float8ExpertParallel
+
+WAYS = {1: ["one device"], 2: ["FSDP2", "EP"], 4: ["FSDP2", "HSDP", "EP", "EP x FSDP2"]}
+IN_HIGH_PRECISION = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+
+
+def blocks_of(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict whose experts are random codes and exponents."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    for name, tensor in state.items():
+        if tensor.ndim < 3:
+            found[name] = tensor.clone()
+            continue
+        experts, k, n = tensor.shape
+        sizes = (256, (experts, n, k // 32, 16)), (5, (experts, n, k // 32))
+        codes, exponents = (torch.randint(*size, generator=generator) for size in sizes)
+        found[f"{name}_blocks"] = codes.to(torch.uint8)
+        found[f"{name}_scales"] = (exponents + 118).to(torch.uint8)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny GPT-OSS in MXFP4, as transformers saves it."""
+    model: Any = build("gpt_oss").to(torch.bfloat16)
+    path = tmp_path_factory.mktemp("gpt_oss")
+    model.config.quantization_config = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": IN_HIGH_PRECISION,
+    }
+    model.save_pretrained(path, state_dict=blocks_of(model.state_dict()))
+    return path
+
+
+def made(recipe: Any, packs: bool = True) -> Any:
+    model: Any = build("gpt_oss").to(torch.bfloat16).requires_grad_(False)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)  # its buffers are in fp32
+    config = Float8ExpertsConfig(recipe, enable_fsdp_float8_all_gather=packs and "auto")
+    convert_experts_to_float8_training(model, config=config)
+    if packs:
+        freeze_to_float8(model, format="mxfp4", block_size=(1, 32))
+    return model
+
+
+def distributed(model: Any, way: str) -> Any:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if way == "HSDP":
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=device_mesh(replicate=2, shard=2))
+    elif way == "FSDP2":
+        for module in (*model.model.layers, model):
+            fully_shard(module, mesh=device_mesh(dp=size))
+    elif way != "one device":
+        mesh = device_mesh(ep=size) if way == "EP" else device_mesh(dp=2, ep=2)
+        for experts in float8_experts(model).values():
+            parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
+            if way != "EP":
+                fully_shard(experts, mesh=mesh["dp"])
+    return model
+
+
+def loaded(folder: str | Path, way: str, recipe: Any) -> Any:
+    model = distributed(made(recipe), way)
+    for experts in float8_experts(model).values():
+        for parameter in experts.parameters():
+            getattr(local_tensor(parameter), "plain", parameter).detach().zero_()
+    found = load_float8_checkpoint(model, folder)
+    assert (found.missing_keys, found.unexpected_keys) == ([], [])
+    return model
+
+
+def of_transformers(folder: str | Path) -> Any:
+    config = Mxfp4Config(dequantize=True)
+    return GptOssForCausalLM.from_pretrained(
+        folder, quantization_config=config, dtype=torch.bfloat16
+    ).requires_grad_(False)
+
+
+@torch.no_grad()
+def logits_on(folder: str, way: str) -> list[str]:
+    """What differs from transformers' model and from the files; called on each rank."""
+    rank = torch.distributed.get_rank() if way != "one device" else 0
+    model, ids, wrong = loaded(folder, way, None), batch(rank), []
+    if not same_bits(model(input_ids=ids).logits, of_transformers(folder)(input_ids=ids).logits):
+        wrong.append("logits")
+    files = load_file(Path(folder) / "model.safetensors")
+    saved = float8_state_dict(model, full_state_dict=True, format="mxfp4")
+    assert saved.keys() == files.keys()
+    return wrong + [name for name in files if not same_bits(saved[name], files[name])]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", WAYS)
+def test_logits_and_saved_bytes(folder: Path, ranks: RankPools, size: int) -> None:
+    for way in WAYS[size]:
+        run: Any = logits_on if size == 1 else partial(ranks(size).run_same, logits_on)
+        assert run(str(folder), way) == [], way
+
+
+def bytes_of(folder: str, packs: bool) -> tuple[int, str]:
+    """The bytes of experts that a rank holds, and the gathers of a forward, but for small ones."""
+    model = distributed(made(None, packs), "FSDP2")
+    load_float8_checkpoint(model, folder)
+    local = [local_tensor(p) for p in model.parameters() if p.ndim == 3]
+    with comm_audit() as audit, torch.no_grad():
+        model(input_ids=batch(0))
+    return sum(getattr(x, "plain", x).nbytes for x in local), audit.without_modules().table()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bytes(folder: Path, ranks: RankPools) -> None:
+    """0.53 bytes per element of the base. Gathers of it send 0.27 of bf16's bytes."""
+    (held, packed), (plain, usual) = (
+        ranks(2).run_same(bytes_of, str(folder), packs) for packs in (True, False)
+    )
+    assert held / (plain / 2) == 0.5 + 1 / 32
+    assert_expected_inline(
+        f"{packed}\n{usual}",
+        """\
+op          axis   dtype             count  elements    bytes
+all_gather  world  bfloat16              1    32,832   65,664
+all_gather  world  float4_e2m1fn_x2      2   196,608   98,304
+all_gather  world  bfloat16              +    28,304   56,608
+all_gather  world  uint8                 +     6,144    6,144
+total                                    3            226,720
+  float8                                               98,304
+  other                                               128,416
+op          axis   dtype     count  elements    bytes
+all_gather  world  bfloat16      3   257,744  515,488
+total                            3            515,488
+  float8                                            0
+  other                                       515,488""",
+    )
+
+
+# What is refused
+
+
+def stored_state(model: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def change(files: dict[str, Tensor], which: str) -> None:
+    """Damage an entry of a checkpoint."""
+    name = "model.layers.1.mlp.experts.down_proj"
+    blocks, scales = f"{name}_blocks", f"{name}_scales"
+    if which == "no scales":
+        del files[scales]
+    elif which == "no blocks":
+        del files[blocks]
+    elif which == "NaN":
+        files[scales][1, 2, 3] = 255
+    elif which == "other experts":
+        files[blocks], files[scales] = files[blocks][1:].clone(), files[scales][1:].clone()
+    elif which == "fewer columns":
+        files[blocks] = files[blocks][:, :, :3].clone()
+        files[scales] = files[scales][:, :, :3].clone()
+    elif which == "flat":
+        files[blocks] = files[blocks].flatten(-2).clone()
+    elif which == "transposed":
+        files[blocks] = files[blocks].transpose(1, 2).contiguous()
+    elif which == "odd scales":
+        files[scales] = files[scales].float()
+    else:
+        files[name] = torch.zeros(4, 128, 64)
+
+
+CHANGES = ["no scales", "no blocks", "NaN", "other experts", "fewer columns", "flat", "transposed"]
+CHANGES += ["odd scales", "both"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Errors name the entry, before anything is written."""
+    model, texts = made(None), []
+    before = stored_state(model)
+    for which in CHANGES:
+        files = load_file(folder / "model.safetensors")
+        change(files, which)
+        save_file(files, tmp_path / "model.safetensors")
+        texts.append(raised(ValueError, lambda: load_float8_checkpoint(model, tmp_path)))
+        after = stored_state(model)
+        assert all(same_bits(tensor, after[name]) for name, tensor in before.items())
+    plain: Any = build("gpt_oss")
+    texts.append(raised(ValueError, lambda: load_float8_checkpoint(plain, folder)))
+    squares: Any = build("gpt_oss")
+    config = Float8ExpertsConfig("mxfp8", weight_format="mxfp4")
+    convert_experts_to_float8_training(squares, config=config).requires_grad_(False)
+    freeze_to_float8(squares, format="mxfp4")
+    texts.append(raised(ValueError, lambda: load_float8_checkpoint(squares, folder)))
+    assert_expected_inline(
+        "\n".join(texts),
+        """\
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is missing. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: the checkpoint and the model have other names: missing model.layers.1.mlp.experts.down_proj; unexpected model.layers.1.mlp.experts.down_proj_scales. Pass strict=False to load the rest
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_scales has the exponent 255, NaN; download the checkpoint, or save it, again
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj is [3, 128, 64] in the checkpoint, and [4, 128, 64] in the model
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj is [4, 96, 64] in the checkpoint, and [4, 128, 64] in the model
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 64], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 4, 64, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is F32 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj is in MXFP4, and whether the model has its matrices transposed is not known; call convert_experts_to_float8_training
+load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj_scales is [4, 2, 256], and the layer's recipe has one scale per block of 32 x 32 (MXFP4, floor), [4, 2, 8]; convert the model with the recipe of the checkpoint: "blockwise" for scales of blocks, as DeepSeek's and Qwen's, "rowwise_folded" for those of rows, "tensorwise" for one; for MXFP4, freeze_to_float8(model, format="mxfp4", block_size=(1, 32))""",
+    )
+
+
+# Adapters
+
+
+ADAPTERS = LoraConfig(
+    r=4,
+    lora_alpha=8,
+    target_modules=["q_proj", "v_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    init_lora_weights=False,
+)
+
+
+def adapted(model: Any, way: str) -> Any:
+    """With adapters; those of experts are replicated over EP, and sharded with their base."""
+    torch.manual_seed(5)
+    peft = get_peft_model(model, ADAPTERS)
+    if not way.startswith("EP"):
+        distributed(model, way)
+        return peft
+    mesh = device_mesh(ep=2) if way == "EP" else device_mesh(dp=2, ep=2)
+    for base in float8_experts(model).values():
+        parallelize_module(base, mesh["ep"], Float8ExpertParallel())
+    ignored: set[nn.Parameter] = set()
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        for module in experts.modules():
+            if isinstance(module, nn.Linear):
+                distribute_module(module, mesh["ep"])
+        if way == "EP":
+            ignored |= {*experts.parameters()}
+            continue
+        fully_shard(experts, mesh=mesh["dp"])  # before a forward adds adapters to its weights
+        experts.set_gradient_divide_factor(mesh.size())
+        experts.set_force_sum_reduction_for_comms(True)
+    fully_shard(model, mesh=mesh if way == "EP" else mesh._flatten(), ignored_params=ignored)
+    return peft
+
+
+def trained(model: Any, ids: Tensor, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses, and the adapters' parameters."""
+    adapters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer, losses = torch.optim.SGD(adapters.values(), lr=0.1), []
+    for _ in range(steps):
+        loss = model(input_ids=ids).logits.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: full(p.detach()).clone() for name, p in adapters.items()}
+
+
+def same_training(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and all(same_bits(tensor, b[1][name]) for name, tensor in a[1].items())
+
+
+def adapters_on(folder: str, way: str, recipe: Any) -> bool:
+    """Whether adapters train as beside the dequantized base; if ranks agree, as on one device."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    ids = batch(rank % 2 if way.startswith("EP") else 0)
+    plain = made(recipe, packs=False)
+    load_float8_checkpoint(plain, folder)
+    expected = trained(adapted(plain, way), ids)
+    packed = made(recipe)
+    load_float8_checkpoint(packed, folder)
+    peft = adapted(packed, way)
+    found = trained(peft, ids)
+    assert expected[0][1] < expected[0][0]
+    if not way.startswith("EP"):
+        plain = made(recipe, packs=False)
+        load_float8_checkpoint(plain, folder)
+        expected_alone = trained(adapted(plain, "one device"), ids)
+        assert same_training(found, expected_alone), (way, recipe)
+    return same_training(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [None, "mxfp8", "rowwise_folded"])
+@pytest.mark.parametrize("size", WAYS)
+def test_adapters(folder: Path, ranks: RankPools, size: int, recipe: Any) -> None:
+    for way in WAYS[size] if size < 4 else ["HSDP", "EP x FSDP2"]:
+        run: Any = adapters_on if size == 1 else partial(ranks(size).run_same, adapters_on)
+        assert run(str(folder), way, recipe), way
