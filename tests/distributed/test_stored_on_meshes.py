@@ -18,7 +18,7 @@ from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, reloaded, same_bits
-from stored_weights import CONFIGS, converted, freeze, frozen, run, same
+from stored_weights import CONFIGS, RELEASED, converted, freeze, frozen, run, same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -51,7 +51,7 @@ def layers(name: str, sizes: tuple[int, ...], store: bool, way: str) -> nn.Seque
     if way != "mixed":
         net.bfloat16()
     gathers: Any = False if store else "auto"
-    config = replace(CONFIGS[name], enable_fsdp_float8_all_gather=gathers)
+    config = replace((CONFIGS | RELEASED)[name], enable_fsdp_float8_all_gather=gathers)
     convert_to_float8_training(net, config=config)
     for layer in net:
         layer.weight.requires_grad_(False)

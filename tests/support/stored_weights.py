@@ -25,7 +25,9 @@ CONFIGS = {
     "mxfp8": named("mxfp8"),
     "mxfp4": named("mxfp8", weight_format="mxfp4"),
     "mxfp4 of blockwise": named("blockwise", weight_format="mxfp4"),
-    # Stored in blocks of 1 x 32, and cast by the recipe from there.
+}
+# Of weights that are stored in blocks of 1 x 32, and cast by the recipe from there.
+RELEASED = {
     "1 x 32 of mxfp8": named("mxfp8"),
     "1 x 32 of tensorwise": named("tensorwise"),
     "1 x 32 of rowwise": named("rowwise"),
