@@ -383,6 +383,7 @@ class Float8LinearConfig:
         scale_format: ScaleFormat = "ue8m0",
         weight_source: WeightSource = "master",
         weight_format: Format = "e4m3",
+        weight_block_size: tuple[int, int] | None = None,
         **fields: Any,
     ) -> "Float8LinearConfig":
         """Return the config of a ready-made recipe.
@@ -395,6 +396,10 @@ class Float8LinearConfig:
             weight_source: the ``source`` of the weight's cast, for BLOCKWISE and MXFP8.
             weight_format: the ``format`` of the weight's cast, for BLOCKWISE and MXFP8. The scales
                 of ``"mxfp4"`` follow the rule ``"floor"``.
+            weight_block_size: the ``block_size`` of the weight's cast, for BLOCKWISE and MXFP8;
+                ``None``: the recipe's. ``"mxfp4"`` also takes ``(1, 32)``, as in released
+                checkpoints. The GEMM of grad_input then casts the values again, in blocks of one
+                column.
             **fields: fields of the config that differ from the recipe's.
 
         Raises:
@@ -406,7 +411,7 @@ class Float8LinearConfig:
         name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
         if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
-        cast_arguments = "scale_format, weight_source and weight_format"
+        cast_arguments = "scale_format, weight_source, weight_format and weight_block_size"
         check_field_names(Float8LinearConfig, fields, cast_arguments)
         recipe = Float8LinearRecipeName(name)
         found = _RECIPES[recipe]()
@@ -422,6 +427,7 @@ class Float8LinearConfig:
             scale_format=scale_format,
             source=weight_source,
             format=weight_format,
+            block_size=weight_block_size or found.cast_config_weight.block_size,
         )
         casts = {"cast_config_input": input, "cast_config_weight": weight}
         for field, cast in casts.items():

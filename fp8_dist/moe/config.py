@@ -23,6 +23,8 @@ class Float8ExpertsConfig:
             (32 x 32) values of an expert, and one per 1 x 128 (1 x 32) values of a row.
         weight_format: the format of weights with ``"blockwise"`` and ``"mxfp8"``, as for linear
             layers (:attr:`fp8_dist.CastConfig.format`).
+        weight_block_size: the size of a weight's blocks ``[N, K]``, as for linear layers
+            (:meth:`fp8_dist.Float8LinearConfig.from_recipe_name`).
         combine: the dtype in which outputs of experts, and in the backward gradients of experts'
             inputs, are sent back to the ranks of their tokens.
         enable_fsdp_float8_all_gather: whether FSDP2 gathers the weights in float8. ``"auto"`` means
@@ -45,6 +47,7 @@ class Float8ExpertsConfig:
     pad_token_groups_for_grouped_mm: bool = True
     emulate: bool = False
     weight_format: Format = "e4m3"
+    weight_block_size: tuple[int, int] | None = None
     # A field, because dynamo does not trace a cached_property.
     linear: Float8LinearConfig = field(init=False, repr=False, compare=False)
 
@@ -58,8 +61,11 @@ class Float8ExpertsConfig:
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             linear = Float8LinearConfig(row, None, matrix, None, row)
         else:
-            name, weight_format = str(self.recipe), self.weight_format
-            linear = Float8LinearConfig.from_recipe_name(name, weight_format=weight_format)
+            linear = Float8LinearConfig.from_recipe_name(
+                str(self.recipe),
+                weight_format=self.weight_format,
+                weight_block_size=self.weight_block_size,
+            )
         gather = self.enable_fsdp_float8_all_gather
         linear = replace(
             linear,

@@ -77,6 +77,8 @@ class BlockScheme(Scheme):
         )
 
     def unfit_beside(self, other: Scheme) -> str | None:
+        if isinstance(other, BlockScheme) and other.is_storage and other.columns != self.columns:
+            return f"blocks of a row must have equal sizes, {self.columns} or {other.columns}"
         return None if isinstance(other, BlockScheme) else super().unfit_beside(other)
 
     def multiply(
@@ -265,13 +267,18 @@ class Mxfp4(Blocks):
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         if operand != "weight":
             return f"{operand} can't be cast to MXFP4, which is for weights; cast it to e4m3"
-        if (self.dtype, self.rows) == (torch.float8_e4m3fn, self.columns) and not self.rows % 32:
+        fits = (self.rows, self.columns) == (1, 32) or self.rows == self.columns
+        if fits and self.dtype is torch.float8_e4m3fn and not self.columns % 32:
             return None
         return (
             f"weight has format='mxfp4', target_dtype={self.dtype} and blocks of {self.rows} x "
             f"{self.columns}, but MXFP4 is multiplied as float8_e4m3fn (which AMD's gfx94x do not "
-            "have), in squares of a multiple of 32; use block_size=(32, 32) or (128, 128)"
+            "have), in squares of a multiple of 32; use block_size=(32, 32) or (128, 128), or "
+            "(1, 32) with the recipe mxfp8"
         )
+
+    def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
+        return _in_e4m3(self).for_rows(operand, layout)  # blocks of one column are not packed
 
     def pack(self, qdata: Tensor) -> Tensor:
         return pack_e2m1(qdata).view(E2M1_X2)
@@ -337,6 +344,11 @@ def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
     return Quantized(
         qdata.mT, scales, scheme or old_scheme.transposed_scheme, start[::-1], splits_blocks
     )
+
+
+@cached_but_in_graphs
+def _in_e4m3(scheme: Mxfp4) -> Blocks:
+    return Blocks(scheme.dtype, scheme.rows, scheme.columns, "ceil")
 
 
 # Making a scheme takes 10 us. Float8 data that is cast again is not rounded to bf16 first.

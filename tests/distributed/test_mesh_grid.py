@@ -93,6 +93,9 @@ def configs(shape: tuple[int, int]) -> dict[str, Float8LinearConfig]:
         four_bits = Float8LinearConfig.from_recipe_name(recipe, weight_format="mxfp4")
         weight = replace(four_bits.cast_config_weight, scale_rule=rule)
         found[f"mxfp4 of {recipe}"] = replace(four_bits, cast_config_weight=weight)
+    found["1 x 32"] = Float8LinearConfig.from_recipe_name(
+        "mxfp8", weight_format="mxfp4", weight_block_size=(1, 32)
+    )
     if 33 in shape:  # blocks that most shards cut
         found["half octaves"] = half_octaves_config()
         found["pairs"] = CONFIG
