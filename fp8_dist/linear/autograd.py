@@ -156,7 +156,7 @@ def _gemm(
         right = right.scheme.for_rows(right, layouts[1])
     elif gemm == "grad_input" and right.scheme.is_recast_for_rows:
         layout = layouts[1]
-        cuts = layout is not None and layout.cuts_blocks(0, right.scheme.levels[0].columns)
+        cuts = layout is not None and layout.cuts_blocks(0, right.scheme.levels[0].columns or 1)
         right = right.scheme.for_rows(right, layout if cuts else None)
     result = multiply(left, right, (gemm == "grad_weight", gemm == "output"), out_dtype, options)
     if observers.is_observed():

@@ -203,8 +203,14 @@ def load_float8_checkpoint(
     A large model is made on the meta device, converted, frozen and distributed there, and given
     memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).
 
+    In MXFP4 checkpoints of GPT-OSS, ``NAME_blocks`` and ``NAME_scales`` are the weight ``NAME``.
+    Weights that are stored in blocks of 1 x 32 get their codes and exponents, and others their
+    values.
+
     Args:
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
+            For one with PEFT's adapters, pass ``get_base_model()``; names lack ``base_layer``, and
+            the adapters are missing (``strict=False``).
         files: a directory with ``*.safetensors`` files (and perhaps an index), one file, or several
             files that have different names. Needs the package ``safetensors``.
         strict: raise for names of the model that the files lack, and for names that only they have.
@@ -318,7 +324,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     """Return the tensors of a model with their entries, and the names that the files lack."""
-    weights = weights_by_key(module)
+    weights = {_without_adapters(key): weight for key, weight in weights_by_key(module).items()}
     # If checkpoints have other names for experts, they may have other names for routers, too.
     experts = next((w for w in weights.values() if isinstance(w, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
@@ -326,7 +332,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     for fqn, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
-        name = without_wrappers(fqn)
+        name = _without_adapters(without_wrappers(fqn))
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
             empty = torch.empty(tensor.shape, device="meta")
@@ -347,6 +353,11 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
             parts.setdefault(id(tensor), _Part(name, tensor, weight, entries))
     # One of the names of a tied parameter is enough.
     return list(parts.values()), [key for key, owner in missing.items() if owner not in parts]
+
+
+def _without_adapters(key: str) -> str:
+    """The name of a parameter before PEFT put adapters around its module."""
+    return key.replace(".base_layer", "")
 
 
 def _entries_of(

@@ -32,6 +32,8 @@ _ON_BYTES = {
 }
 # Operators, besides views, that return a parameter of the same type.
 _SAME = wrapper.MOVES | _ON_BYTES | {aten.new_empty.default}
+# Those that modules call when they are moved, and ``weight.data += update`` (PEFT's merges).
+_OF_SAME_LAYER = {aten.detach.default, aten._to_copy.default, aten.empty_like.default}
 _ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
 
 
@@ -116,13 +118,11 @@ class Stored(wrapper.WrapperParameter):
         out = func(*args_, **kwargs_)
         if func is aten.copy_.default:
             return args[0]
-        if func is aten.detach.default:
-            detached = stored.like(out)
-            # ``weight.data += update`` casts the sum (PEFT's merges).
-            detached.write, detached.read = stored.write, stored.read
-            return detached
         inner_dtype = stored.plain.dtype
-        return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
+        moved = tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
+        if func in _OF_SAME_LAYER:
+            moved.write, moved.read = stored.write, stored.read
+        return moved
 
     def readable_as(self, other: Self) -> Self:
         """Return another part or copy of the weight, whole or sharded, which can be read, too."""

@@ -9,6 +9,7 @@ dB. Synthetic operands, whose rows or channels differ by many orders of magnitud
 
 Casts of weights alone are measured (mean, and worst in brackets) on the trained model, or on the
 matrices of checkpoint files, cropped to whole blocks, without embeddings and optimizer states.
+GEMMs of frozen weights in MXFP4 blocks of 1 x 32 are compared with those of the stored values.
 """
 
 from pathlib import Path

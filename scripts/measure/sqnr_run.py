@@ -2,8 +2,9 @@
 
 import argparse
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,8 +17,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_leaves_with_path
 from tqdm import tqdm
 
-from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, ScalingGranularity
+from fp8_dist import (
+    CastConfig,
+    Float8Linear,
+    Float8LinearConfig,
+    ScalingGranularity,
+    dequantized,
+    freeze_to_float8,
+)
 from fp8_dist.operand.cast import cast_to_float8
+from fp8_dist.scaling import Unscaled
 from scripts.common.candidates import config_of
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS, Llama
@@ -82,6 +91,9 @@ def configs() -> dict[str, Float8LinearConfig]:
         "rowwise, e5m2 gradients": dataclasses.replace(rowwise, cast_config_grad_output=e5m2_rows),
         "tensorwise, e4m3 gradients": one_scale,
         "mxfp8, floor": dataclasses.replace(mxfp8, **floor),
+        "mxfp8, weights in mxfp4 of 1 x 32": Float8LinearConfig.from_recipe_name(
+            "mxfp8", weight_format="mxfp4", weight_block_size=(1, 32)
+        ),
     }
 
 
@@ -247,6 +259,28 @@ def weights_table(weights: Sequence[Tensor]) -> str:
     return table(["weights in", "32 x 32 (mxfp8)", "128 x 128 (blockwise)"], lines)
 
 
+def stored_table(recorded: Iterable[Operands]) -> str:
+    """The SQNR of GEMMs of frozen weights in MXFP4 blocks of 1 x 32, against the stored values."""
+    unscaled = CastConfig(scaling_granularity=Unscaled())
+    ways = {name: config_of(name) for name in ("mxfp8", "blockwise", "tensorwise")}
+    ways["bf16"] = Float8LinearConfig(unscaled, None, unscaled, None, unscaled)
+    found: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
+    for (x, w, g), (name, config) in itertools.product(recorded, ways.items()):
+        linear = nn.Linear(*w.shape[::-1], bias=False)
+        linear.weight = nn.Parameter(w, requires_grad=False)
+        layer = Float8Linear.from_float(linear, config)
+        freeze_to_float8(layer, format="mxfp4", block_size=(1, 32))
+        stored, x = dequantized(layer).double(), x.clone().requires_grad_()
+        output = layer(x)
+        output.backward(g)
+        assert x.grad is not None
+        pairs = (x.detach().double() @ stored.t(), output.detach()), (g.double() @ stored, x.grad)
+        for figures, pair in zip(found[name], pairs, strict=True):
+            figures.append(sqnr(*pair))
+    cell = lambda row: f"{decibels(fmean(row))} ({decibels(min(row))})"  # noqa: E731
+    return table(["GEMMs in", *GEMMS[:2]], [[n, *map(cell, rows)] for n, rows in found.items()])
+
+
 def checks(by_place: Mapping[Place, Figures]) -> list[Check]:
     """The conditions of `--assert`, for the worst recorded layer and GEMM. A NaN fails them."""
     conditions = []
@@ -297,4 +331,5 @@ def run(args: argparse.Namespace) -> int:
     tables = {"recorded": recorded_table(by_place), "made up": stress_table(by_case)}
     trained = [operands.weight for place, operands in recorded.items() if place.step == STEPS[-1]]
     tables["weights of the last step"] = weights_table(trained)
+    tables["frozen weights in mxfp4 of 1 x 32"] = stored_table(recorded.values())
     return finish(args, tables, checks(by_place))

@@ -42,7 +42,10 @@ RUN_BY = {
         HERE,
         f"{INTEGRATIONS}transformers/test_fp8_export.py",
     ],
-    "docs/four_bits.md": [f"{DISTRIBUTED}test_four_bits.py", HERE],
+    "docs/four_bits.md": [
+        f"{DISTRIBUTED}test_four_bits.py",
+        f"{INTEGRATIONS}transformers/test_released_four_bits.py",
+    ],
     "docs/from_torchao.md": [HERE],
     "docs/frozen.md": [f"{INTEGRATIONS}transformers/test_stored_models.py"] * 2,
     "docs/fsdp2.md": [HERE, HERE, f"{DISTRIBUTED}test_micro_batches.py", HERE],
@@ -232,11 +235,7 @@ def test_export(ranks: RankPools, tmp_path: Path) -> None:
 
 
 def test_configs() -> None:
-    """docs/four_bits.md, docs/from_torchao.md."""
-    config = Float8LinearConfig.from_recipe_name("mxfp8", weight_format="mxfp4")
-    run_shown("from dataclasses import replace", scope := scope_of(None, config=config))
-    run_shown(python_blocks("docs/four_bits.md")[1], scope)
-    assert scope["config"].cast_config_weight.scale_rule == "even"
+    """docs/from_torchao.md."""
     run_shown(python_blocks("docs/from_torchao.md")[0], names := {})
     model = names["convert_to_float8_training"](torch.nn.Sequential(torch.nn.Linear(32, 32)))
     assert isinstance(model[0], Float8Linear)

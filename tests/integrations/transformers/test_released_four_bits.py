@@ -1,21 +1,23 @@
 """Released MXFP4 checkpoints, with one exponent per 32 values of a row, as frozen bases."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from documented import python_blocks, run_shown
 from expecttest import assert_expected_inline
 from hf_models import batch, build
 from nets import full
 from peft import LoraConfig, get_peft_model
 from ranks import RankPools, device_mesh
-from reference import raised, same_bits
+from reference import all_warnings, raised, same_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import GptOssForCausalLM, Mxfp4Config
 
@@ -316,3 +318,96 @@ def test_adapters(folder: Path, ranks: RankPools, size: int, recipe: Any) -> Non
     for way in WAYS[size] if size < 4 else ["HSDP", "EP x FSDP2"]:
         run: Any = adapters_on if size == 1 else partial(ranks(size).run_same, adapters_on)
         assert run(str(folder), way, recipe), way
+
+
+def merged(folder: str, size: int) -> tuple[dict[str, Tensor], list[str]]:
+    """The experts of a merged model, and the warnings about merges; loaded beside adapters."""
+    with torch.device("meta"):
+        model = made("mxfp8")
+        peft = get_peft_model(model, ADAPTERS)
+    distributed(model, "FSDP2" if size > 1 else "one device")
+    model.to_empty(device="cpu")
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    found = load_float8_checkpoint(peft.get_base_model(), folder, strict=False)
+    adapters = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    assert found.unexpected_keys == []
+    # The names of nested adapters lack base_layer, too.
+    assert {*found.missing_keys} == {name.replace(".base_layer", "") for name in adapters}
+    for seed, parameter in enumerate(adapters.values()):
+        values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
+        if isinstance(parameter, DTensor):
+            values = distribute_tensor(values, parameter.device_mesh, parameter.placements)
+        parameter.data.copy_(0.1 * values)
+    before = float8_state_dict(model, full_state_dict=True, format="mxfp4")
+    files = load_file(Path(folder) / "model.safetensors")
+    saved = {name.replace(".base_layer", ""): tensor for name, tensor in before.items()}
+    assert all(same_bits(saved[name], tensor) for name, tensor in files.items())
+    with all_warnings() as texts:
+        peft.merge_adapter()
+    state = float8_state_dict(model, full_state_dict=True, format="mxfp4")
+    said = [text for text in texts if "SQNR" in text]
+    return {n: t for n, t in state.items() if "experts" in n and n.endswith(ENDS)}, said
+
+
+ENDS = ("_blocks", "_scales")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_merges(folder: Path, ranks: RankPools) -> None:
+    """A merge casts the sum by blocks of 1 x 32, on each mesh alike, and says how well."""
+    state, said = merged(str(folder), 1)
+    assert [text.partition(":")[0] for text in said] == [
+        f"model.layers.{i}.mlp.experts" for i in (0, 0, 1, 1)
+    ]
+    assert re.search(r"SQNR of 1\d\.\d dB \(of down_proj, on this rank\)", "".join(said))
+    for other, _ in ranks(2).run(merged, str(folder), 2):
+        assert other.keys() == state.keys()
+        assert all(same_bits(tensor, other[name]) for name, tensor in state.items())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantization_aware_training(tmp_path: Path) -> None:
+    """The values that a training multiplies are those of its export, which is a frozen base."""
+    model: Any = build("gpt_oss").to(torch.bfloat16)
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
+    fields: Any = {"weight_format": "mxfp4", "weight_block_size": (1, 32)}
+    convert_experts_to_float8_training(model, config=Float8ExpertsConfig("mxfp8", **fields))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    logits = []
+    for _ in range(2):
+        logits.append(model(input_ids=batch(0)).logits)
+        logits[-1].float().square().mean().backward()
+        optimizer.step()
+    assert not same_bits(*logits)
+    state = float8_state_dict(model, format="mxfp4")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in state.items()},
+        tmp_path / "model.safetensors",
+    )
+    base = loaded(tmp_path, "one device", "mxfp8")
+    assert same_bits(base(input_ids=batch(0)).logits, model(input_ids=batch(0)).logits)
+    model.requires_grad_(False)
+    freeze_to_float8(model, format="mxfp4")
+    assert same_bits(base(input_ids=batch(0)).logits, model(input_ids=batch(0)).logits)
+    text = raised(ValueError, lambda: Float8ExpertsConfig("blockwise", **fields))
+    assert "blocks of a row must have equal sizes, 128 or 32" in text
+
+
+def run_page(folder: str) -> bool:
+    scope: dict[str, Any] = {"folder": folder, "device": "cpu"}
+    run_shown(PAGE_LINES, scope)
+    files = load_file(Path(folder) / "model.safetensors")
+    saved = float8_state_dict(scope["model"], full_state_dict=True, format="mxfp4")
+    expected = loaded(folder, "FSDP2", "mxfp8")(input_ids=batch(0)).logits
+    return same_bits(scope["model"](input_ids=batch(0)).logits, expected) and all(
+        same_bits(saved[name], tensor) for name, tensor in files.items()
+    )
+
+
+PAGE_LINES = python_blocks("docs/four_bits.md")[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_page(folder: Path, ranks: RankPools) -> None:
+    assert len(PAGE_LINES.strip().splitlines()) <= 21
+    assert ranks(2).run_same(run_page, str(folder))
