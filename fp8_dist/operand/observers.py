@@ -241,7 +241,11 @@ def _report(owner: Owner, operand: Operand, original: Original, lows: Casts) -> 
 def notify_multiply(owner: Owner, product: Product) -> None:
     """Notify observers of a float8 GEMM, unless a backward repeats that of a forward."""
     is_repeated = product.gemm == "output" and internals.in_backward()
-    if is_repeated or isinstance(product.result, internals.STAND_INS):
+    if (
+        is_repeated
+        or not product.left.scheme.levels
+        or isinstance(product.result, internals.STAND_INS)
+    ):
         return
     for observer in [*_observers]:
         _notify(observer.on_multiply, owner, product)

@@ -89,7 +89,7 @@ def cast_local(
         if statistics is not None and source.amax_from == "statistic":
             amax = statistics[0][0]
         copies = _copies(plan, layout, scales, data, start)
-    if use is not None and observers.is_observed():
+    if use is not None and observers.is_observed() and schemes[0].levels:  # not in high precision
         observers.notify_cast(use, x, layout, copies)
     return copies, amax
 

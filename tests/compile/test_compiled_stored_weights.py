@@ -9,7 +9,7 @@ from hf_experts import made
 from rank_tests import on_ranks
 from ranks import device_mesh
 from safetensors.torch import save_file
-from stored_weights import converted, frozen, run, same
+from stored_weights import converted, frozen, released, run, same
 from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import float8_state_dict, freeze_to_float8, load_float8_checkpoint
@@ -26,6 +26,14 @@ def test_graphs_have_the_bits_of_eager_code_and_cast_no_weights(name: str) -> No
     assert graphs.ops["forward"]["quantize"] == 4
     assert graphs.ops["backward"]["quantize"] <= 4  # the casts of folded gradients are not counted
     assert all(ops["scale_query"] == 0 for ops in graphs.ops.values())
+
+
+@pytest.mark.parametrize("name", ["1 x 32 of rowwise", "1 x 32 in bf16"])
+def test_graphs_dequantize_weights(name: str) -> None:
+    compilations = Compilations()
+    net = torch.compile(released(name), fullgraph=True, backend="aot_eager")
+    assert same(run(net), run(released(name)))
+    assert compilations.graphs == 1
 
 
 @on_ranks(2)

@@ -18,6 +18,7 @@ from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
 from reference import raised, reloaded, same_bits
+from safetensors.torch import save_file
 from stored_weights import CONFIGS, RELEASED, converted, freeze, frozen, run, same
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,7 +30,9 @@ from torch.utils.checkpoint import checkpoint
 from fp8_dist import (
     convert_to_float8_training,
     dequantized,
+    float8_state_dict,
     freeze_to_float8,
+    load_float8_checkpoint,
     precompute_float8_dynamic_scale,
     unfreeze_from_float8,
     update_float8_scales,
@@ -253,6 +256,28 @@ def test_precompute_with_some_stored_weights() -> None:
     assert found[0] == [("all_reduce", 2)]
     assert found[2] == [("all_reduce", 1)]
     assert all(map(same_bits, found[1], found[3]))
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, CUT_ROWS], ids=str)
+def test_released_files(ranks: RankPools, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    """Each rank reads its part; saved again, the bytes are those of the files."""
+    net = layers("1 x 32 of mxfp8", sizes, True, "FSDP2")
+    files = float8_state_dict(net, format="mxfp4")
+    assert files["0.weight_blocks"].shape == (sizes[1], sizes[0] // 32, 16)
+    save_file(files, tmp_path / "model.safetensors")
+    values = {fqn: dequantized(layer) for fqn, layer in net.named_children()}
+    for saved, read in ranks(4).run(loaded_from_files, str(tmp_path), sizes):
+        assert all(same_bits(saved[key], tensor) for key, tensor in files.items())
+        assert all(same_bits(read[fqn], tensor) for fqn, tensor in values.items())
+
+
+def loaded_from_files(folder: str, sizes: tuple[int, ...]) -> tuple[Any, Any]:
+    """The export of stored weights, and the values of others, both loaded on the mesh."""
+    nets = [erased(both(layers("1 x 32 of mxfp8", sizes, s, "FSDP2"))) for s in (True, False)]
+    for net in nets:
+        assert load_float8_checkpoint(net, folder) == ([], [])
+    saved = float8_state_dict(nets[0], full_state_dict=True, format="mxfp4")
+    return saved, {fqn: full(layer.weight.detach()) for fqn, layer in nets[1].named_children()}
 
 
 # State dicts and checkpoints. These models are stored_weights', whose first layer is the first of a

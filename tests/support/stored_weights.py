@@ -41,10 +41,11 @@ Run = tuple[torch.Tensor, ...]
 def converted(name: str = "blockwise", dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     """Two frozen layers with blocks of different magnitudes. 128 does not divide all features."""
     torch.manual_seed(0)
+    known = CONFIGS | RELEASED
     net = nn.Sequential(nn.Linear(512, 320), nn.ReLU(), nn.Linear(320, 192)).to(dtype)
     for weight in (net[0].weight, net[2].weight):
         weight.data *= torch.linspace(-4, 4, weight.shape[1]).exp()
-    convert_to_float8_training(net, config=CONFIGS.get(name) or named(name))
+    convert_to_float8_training(net, config=known.get(name) or named(name))
     return net.requires_grad_(False)
 
 
@@ -60,6 +61,13 @@ def freeze(net: nn.Module) -> list[str]:
         layer.config.cast_config_weight.format == "mxfp4" for layer in float8_layers(net).values()
     }
     return freeze_to_float8(net, format="mxfp4" if packs else "float8")
+
+
+def released(name: str) -> nn.Sequential:
+    """A frozen net whose weights are stored in blocks of 1 x 32, and cast from there."""
+    net = converted(name)
+    assert freeze_to_float8(net, format="mxfp4", block_size=(1, 32)) == ["0.weight", "2.weight"]
+    return net
 
 
 def run(net: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> Run:

@@ -18,9 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from checkpointed import SELECTIVE
+from expecttest import assert_expected_inline
 from recordings import casts, written
 from reference import raised, reloaded, same_bits, same_values, saved_in
-from stored_weights import CONFIGS, converted, freeze, frozen, run, same
+from stored_weights import CONFIGS, RELEASED, converted, freeze, frozen, released, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -104,6 +105,57 @@ def test_autograd_keeps_packed_weights(name: str) -> None:
     assert {tuple(each.shape) for each in saved if is_float8(each.dtype)} == set()
     assert any(each is net[2].weight for each in saved)
     output.sum().backward()
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_weights_in_blocks_of_released_checkpoints(name: str) -> None:
+    """Passes have the bits of layers with the dequantized weights, of which autograd keeps none."""
+    net, twin = released(name), released(name)
+    assert unfreeze_from_float8(twin) == ["0.weight", "2.weight"]
+    assert same(run(net), run(twin))
+    with float8_stats(net) as stats:
+        run(net)
+    operands = {row.operand for row in stats.rows if isinstance(row, CastStats)}
+    assert operands == (set() if name.endswith("bf16") else {"input", "weight", "grad_output"})
+    x = torch.randn(48, 512, dtype=torch.bfloat16, requires_grad=True)
+    _, saved = saved_in(lambda: net(x))
+    plain = {tuple(each.shape) for each in saved if type(each) is torch.Tensor}
+    assert plain.isdisjoint({(320, 512), (192, 320), (512, 320), (320, 192)})
+    state, loaded = net.state_dict(), converted(name)
+    assert [*state["0.weight_scale_inv"].shape] == [320, 16]
+    freeze_to_float8(loaded, format="mxfp4", block_size=(1, 32))
+    with torch.no_grad():
+        loaded[0].weight.plain.zero_()
+    loaded.load_state_dict(state)
+    assert same(run(loaded), run(twin))
+    # E2M1 times powers of two are exact in bf16, and casting them again changes nothing.
+    loaded.load_state_dict(twin.state_dict())
+    assert all(same_bits(tensor, state[key]) for key, tensor in loaded.state_dict().items())
+
+
+def test_blocks_that_are_refused() -> None:
+    freezes = partial(freeze_to_float8, format="mxfp4", block_size=(1, 32))
+    narrow = convert_to_float8_training(nn.Sequential(nn.Linear(48, 32))).requires_grad_(False)
+    odd = convert_to_float8_training(nn.Sequential(nn.Linear(33, 32))).requires_grad_(False)
+    squares = frozen("mxfp4")
+    calls = [
+        partial(freezes, narrow),
+        partial(freezes, odd),
+        partial(freezes, squares),
+        partial(freeze_to_float8, released("1 x 32 of mxfp8"), format="mxfp4"),
+        partial(freeze_to_float8, narrow, block_size=(1, 32)),
+        partial(freezes, narrow, block_size=(1, 16)),
+    ]
+    assert_expected_inline(
+        "\n".join(raised(ValueError, call) for call in calls),
+        """\
+freeze_to_float8: 0.weight is [32, 48], whose input features 32 does not divide; leave the layer out (module_filter_fn)
+freeze_to_float8: 0.weight is [32, 33], and an odd number of columns can't be packed in pairs; leave the layer out (module_filter_fn)
+freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
+freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
+freeze_to_float8: block_size=(1, 32) with format='float8'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them
+freeze_to_float8: block_size=(1, 16) with format='mxfp4'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them""",
+    )
 
 
 def test_delayed() -> None:
