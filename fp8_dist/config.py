@@ -126,7 +126,8 @@ class CastConfig:
             ``scaling_granularity`` is one, and otherwise the operand's default (e4m3 for input and
             weight, e5m2 for grad_output).
         block_size: (rows, columns) of a block, for BLOCKWISE only. Input and grad_output take
-            blocks of one row, the weight takes square blocks.
+            blocks of one row, the weight takes square blocks; in mxfp4 also (1, 32), beside inputs
+            in such blocks.
         scale_rule: the rounding of block scales to MX exponents. ``"ceil"`` rounds them up, so that
             no value saturates. ``"floor"`` is the rule of OCP Microscaling Formats v1.0, with which
             the largest values of a block may saturate. ``"even"``, for mxfp4, rounds the amax to
@@ -139,7 +140,8 @@ class CastConfig:
         source: what a BLOCKWISE cast rounds: the tensor (``"master"``), or the tensor after it was
             rounded to bf16 (``"bf16"``), like an inference engine that receives bf16 weights.
         format: the values of a BLOCKWISE cast. ``"mxfp4"`` is for weights: the four-bit values of
-            MXFP4 (:mod:`fp8_dist.kernels.e2m1`), in square blocks whose size is a multiple of 32.
+            MXFP4 (:mod:`fp8_dist.kernels.e2m1`), in square blocks whose size is a multiple of 32,
+            or in blocks of 1 x 32.
             FSDP2 gathers them at half a byte each. Experimental.
     """
 

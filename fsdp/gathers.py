@@ -27,9 +27,10 @@ def _when_sharded(parameter: internals.FsdpParameter) -> None:
     weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
     for weight in weights:
         weight.fsdp = parameter
-        bind(weight, parameter.sharded)
         weight.check_sharded()
     wrap_sharded(parameter, weights)
+    for weight in weights:
+        bind(weight, parameter.sharded)
     if (group := parameter.group) and group.fsdp_params[0] is parameter.own:
         _compare_between_ranks(group)
         _check_gathers(group)

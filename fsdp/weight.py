@@ -337,7 +337,7 @@ def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Floa
     local = internals.dtensor_local(sharded)
     asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
     if isinstance(local, PackedFloat8) and not _packs(weights[0]):
-        data = local.unpacked(weights[0].held_scheme())
+        data = local.unpacked(weights[0].held_scheme(sharded))
         parameter.replace_local(StoredFloat8(data, local.dtype, local.key))
     if isinstance(local, Float8AllGatherWeight | Stored):
         return

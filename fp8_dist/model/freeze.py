@@ -211,7 +211,8 @@ def _check(fqn: str, weight: Float8Weight, block_size: tuple[int, int] | None) -
     is_recast = block_size is not None and None not in uses
     if not is_recast and (len(uses) > 1 or None in uses or len(weight.schemes[0].levels) != 1):
         in_high = "multiplied in high precision in a GEMM"
-        casts = in_high if None in uses else "cast with several scales for each value"
+        is_cast = None not in uses and weight.schemes[0].levels
+        casts = in_high if not is_cast else "cast with several scales for each value"
         raise ValueError(
             f"freeze_to_float8: {fqn} is {casts}, so no one copy in float8 can take its place; "
             'convert the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", or '

@@ -459,7 +459,8 @@ class Float8Weight:
         if self._gather is None or any(map(is_not, self._gather[0], depends_on)):
             layout = self.layout(parameter)
             assert layout is not None
-            schemes = (self.held_scheme(),) if self.is_stored else self.schemes
+            is_stored = isinstance(local_tensor(parameter), StoredFloat8)
+            schemes = (self.held_scheme(parameter),) if is_stored else self.schemes
             plan = Gather.of(schemes, layout, self.gathered_layout(layout) or layout)
             self._gather = depends_on, plan
         return self._gather[1]
