@@ -141,8 +141,7 @@ class CastConfig:
             rounded to bf16 (``"bf16"``), like an inference engine that receives bf16 weights.
         format: the values of a BLOCKWISE cast. ``"mxfp4"`` is for weights: the four-bit values of
             MXFP4 (:mod:`fp8_dist.kernels.e2m1`), in square blocks whose size is a multiple of 32,
-            or in blocks of 1 x 32.
-            FSDP2 gathers them at half a byte each. Experimental.
+            or in blocks of 1 x 32. FSDP2 gathers them at half a byte each. Experimental.
     """
 
     scaling_type: ScalingType = ScalingType.DYNAMIC

@@ -75,7 +75,7 @@ def test_converting_twice() -> None:
     text = raised(ValueError, lambda: convert_experts_to_float8_training(model))
     assert_expected_inline(
         text,
-        """convert_experts_to_float8_training: model.layers.0.mlp.experts is converted already, with another config: Float8ExpertsConfig(recipe='mxfp8', combine='high_precision', enable_fsdp_float8_all_gather='auto', keep_fsdp_float8_cast=True, pad_token_groups_for_grouped_mm=True, emulate=False, weight_format='e4m3'). Convert it once, or exclude it in module_filter_fn""",
+        """convert_experts_to_float8_training: model.layers.0.mlp.experts is converted already, with another config: Float8ExpertsConfig(recipe='mxfp8', combine='high_precision', enable_fsdp_float8_all_gather='auto', keep_fsdp_float8_cast=True, pad_token_groups_for_grouped_mm=True, emulate=False, weight_format='e4m3', weight_block_size=None). Convert it once, or exclude it in module_filter_fn""",
     )
 
 

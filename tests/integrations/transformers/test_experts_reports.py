@@ -275,7 +275,7 @@ experts: Float8ExpertsConfig('rowwise_folded')
     first, *_ = report_of(capsys, "small_mixtral", "--recipe", "delayed").splitlines()
     assert_expected_inline(
         first,
-        """experts stay in high precision: Float8ExpertsConfig.recipe must be 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'delayed'""",
+        """experts stay in high precision: Float8ExpertsConfig.recipe must be None or 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'delayed'""",
     )
 
 

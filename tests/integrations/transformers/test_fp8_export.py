@@ -310,7 +310,7 @@ def test_experts_that_are_refused() -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-float8_state_dict: model.layers.0.mlp.experts.gate_up_proj was converted with Float8ExpertsConfig(recipe='rowwise_folded', combine='high_precision', enable_fsdp_float8_all_gather='auto', keep_fsdp_float8_cast=True, pad_token_groups_for_grouped_mm=True, emulate=False, weight_format='e4m3'), but a checkpoint in float8 holds float8_e4m3fn weights with one scale per square block; load the state dict into a model that was converted with the recipe "blockwise", and export that
+float8_state_dict: model.layers.0.mlp.experts.gate_up_proj was converted with Float8ExpertsConfig(recipe='rowwise_folded', combine='high_precision', enable_fsdp_float8_all_gather='auto', keep_fsdp_float8_cast=True, pad_token_groups_for_grouped_mm=True, emulate=False, weight_format='e4m3', weight_block_size=None), but a checkpoint in float8 holds float8_e4m3fn weights with one scale per square block; load the state dict into a model that was converted with the recipe "blockwise", and export that
 float8_state_dict: checkpoints divide model.layers.0.mlp.experts.gate_up_proj, [128, 128], into parts of [64, 128], which cut blocks of 128 x 128; leave the experts unconverted (module_filter_fn), or convert with the recipe "mxfp8", whose blocks are 32 x 32""",
     )
     alone = convert_experts_to_float8_training(
