@@ -155,8 +155,9 @@ def _gemm(
         left = left.scheme.for_rows(left, layouts[0])
         right = right.scheme.for_rows(right, layouts[1])
     elif gemm == "grad_input" and right.scheme.is_recast_for_rows:
-        layout = layouts[1]
-        cuts = layout is not None and layout.cuts_blocks(0, right.scheme.levels[0].columns or 1)
+        # New blocks that ranks cut need a reduction.
+        layout, blocks = layouts[1], [level.columns or 1 for level in right.scheme.levels]
+        cuts = layout is not None and any(layout.cuts_blocks(0, block) for block in blocks)
         right = right.scheme.for_rows(right, layout if cuts else None)
     result = multiply(left, right, (gemm == "grad_weight", gemm == "output"), out_dtype, options)
     if observers.is_observed():
