@@ -320,6 +320,32 @@ def test_adapters(folder: Path, ranks: RankPools, size: int, recipe: Any) -> Non
         assert run(str(folder), way, recipe), way
 
 
+def gradients_on(folder: str, way: str, recipe: Any) -> dict[str, Tensor]:
+    """Half of the gradients of experts' adapters, over the tokens of two ranks of EP."""
+    is_alone = way == "one device"
+    model = made(recipe)
+    load_float8_checkpoint(model, folder)
+    peft = adapted(model, way)
+    ids = [batch(rank) for rank in (range(2) if is_alone else [torch.distributed.get_rank() % 2])]
+    (peft(input_ids=torch.cat(ids)).logits.float().square().sum() * 2**-10).backward()
+    halves = 1.0 if way == "EP x FSDP2" else 0.5  # FSDP2 has divided two equal sums by 4
+    found = {name: p.grad for name, p in model.named_parameters() if "experts" in name}
+    return {name: full(grad) * halves for name, grad in found.items() if grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("size", "way"), [(2, "EP"), (4, "EP x FSDP2")])
+@pytest.mark.parametrize("recipe", [None, "rowwise_folded"])
+def test_gradients_of_adapters_of_experts(
+    folder: Path, ranks: RankPools, size: int, way: str, recipe: Any
+) -> None:
+    """They have the bits of one device, which has the tokens of all ranks of EP."""
+    expected = gradients_on(str(folder), "one device", recipe)
+    assert len(expected) == 8
+    for found in ranks(size).run(gradients_on, str(folder), way, recipe):
+        assert [name for name, g in expected.items() if not same_bits(found[name], g)] == []
+
+
 def merged(folder: str, size: int) -> tuple[dict[str, Tensor], list[str]]:
     """The experts of a merged model, and the warnings about merges; loaded beside adapters."""
     with torch.device("meta"):
