@@ -34,6 +34,7 @@ from fp8_dist.scaling.operators import dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.stored import StoredFloat8
 from fp8_dist.weight.uncast import Uncast
 
 
@@ -116,7 +117,7 @@ def _multiply(
     is_whole = ctx.routing is None or ctx.routing.group is None
     if is_whole and observers.keeps_operands():
         high = x.detach() if places is None else x.detach().index_select(0, places)
-        ctx.high = [high, *[KnownWeight.unwrap(weight.tensor).detach() for weight in weights]]
+        ctx.high = [high, *map(_before_cast, weights)]
     high_rows, *high_weights = ctx.high or [None] * (1 + len(weights))
     how, products = (x.dtype, ctx.config.emulate), []
     for weight, high_weight in zip(weights, high_weights, strict=True):
@@ -126,6 +127,15 @@ def _multiply(
         _notify(ctx, weight.owner, "output", operands, (high_rows, high_weight))
         products.append(product)
     return products
+
+
+def _before_cast(weight: Weight) -> Tensor:
+    """A local weight in high precision, for observers."""
+    local = KnownWeight.unwrap(weight.tensor).detach()
+    if weight.owner is None or not isinstance(local, StoredFloat8):
+        return local
+    values = local_tensor(weight.owner.high_precision())
+    return values.mT if operators.is_stored_transposed(weight.output.qdata) else values
 
 
 def _gradients(

@@ -231,6 +231,21 @@ def test_what_is_not_finite_poisons_all_ranks() -> None:
 
 
 @on_ranks(2)
+def test_bytes_of_blocks_of_released_checkpoints() -> None:
+    """Gathers of weights in blocks of 1 x 32 send half a byte and a byte per 32 values."""
+    blocks: Any = {"weight_format": "mxfp4", "weight_block_size": (1, 32)}
+    model = nn.Sequential(nn.Linear(256, 128, bias=False))
+    found = Float8LinearConfig.from_recipe_name("mxfp8", **blocks)
+    convert_to_float8_training(model, config=replace(found, enable_fsdp_float8_all_gather=True))
+    fully_shard(model, mesh=device_mesh(dp=2))
+    with comm_audit() as audit:
+        step(model, 256, 0)
+    gathers = [row.bytes for row in audit.rows if row.op == "all_gather"]
+    assert sum(gathers) == audit.count("all_gather") * 256 * 128 * (1 / 2 + 1 / 32)
+    assert audit.count("all_reduce") == 0
+
+
+@on_ranks(2)
 def test_the_page() -> None:
     """The loss falls, and rank 0 alone has the export."""
     page = (Path(__file__).parents[2] / "docs" / "four_bits.md").read_text()

@@ -34,6 +34,7 @@ from fp8_dist import (
     skip_head,
     unfreeze_from_float8,
 )
+from fp8_dist.debug import GemmStats, float8_stats
 from fp8_dist.integrations.transformers import Float8Callback
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
@@ -158,6 +159,21 @@ def test_bits_of_stored_experts(kind: str, recipe: str) -> None:
     unfreeze_from_float8(model)
     assert same_bits(experts.down_proj.detach(), values)
     assert all("scale_inv" not in name for name in model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_gemms_of_stored_experts_are_measured(kind: str) -> None:
+    """Against the dequantized values, which other layers have, and cast to the same data."""
+    stored, plain = with_experts(kind, "rowwise_folded"), with_experts(kind, "rowwise_folded")
+    unfreeze_from_float8(plain)
+    found = []
+    for model in (stored, plain):
+        with float8_stats(model, gemms=True) as stats:
+            step(model)
+        rows = [row for row in stats.rows if isinstance(row, GemmStats) and "experts" in row.fqn]
+        found.append({(row.fqn, row.gemm): row.sqnr for row in rows})
+    assert {gemm for _, gemm in found[0]} == {"output", "grad_input"}
+    assert found[0] == pytest.approx(found[1], abs=0.01)
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
