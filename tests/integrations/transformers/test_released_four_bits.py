@@ -22,9 +22,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import GptOssForCausalLM, Mxfp4Config
 
 from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
     float8_state_dict,
     freeze_to_float8,
     load_float8_checkpoint,
+    skip_head,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.mesh import local_tensor
@@ -437,3 +440,27 @@ PAGE_LINES = python_blocks("docs/four_bits.md")[1]
 def test_the_page(folder: Path, ranks: RankPools) -> None:
     assert len(PAGE_LINES.strip().splitlines()) <= 21
     assert ranks(2).run_same(run_page, str(folder))
+
+
+def test_experts_that_are_entries_of_their_own(tmp_path: Path) -> None:
+    """Experts ``[E, N, K]``, each of which is an entry, and linear layers."""
+
+    def stored(seed: int) -> Any:
+        model: Any = build("qwen3_moe").to(torch.bfloat16).requires_grad_(False)
+        for parameter in model.parameters():
+            parameter.mul_(1 + seed)
+        convert_experts_to_float8_training(model, config=Float8ExpertsConfig("tensorwise"))
+        config = Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+        convert_to_float8_training(model, module_filter_fn=skip_head(model), config=config)
+        freeze_to_float8(model, format="mxfp4", block_size=(1, 32))
+        return model
+
+    source, model = stored(0), stored(1)
+    files = float8_state_dict(source, format="mxfp4")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight_blocks" in files
+    save_file(files, tmp_path / "model.safetensors")
+    assert load_float8_checkpoint(model, tmp_path) == ([], [])
+    saved = float8_state_dict(model, format="mxfp4")
+    assert all(same_bits(saved[name], tensor) for name, tensor in files.items())
+    ids = batch(0)
+    assert same_bits(model(input_ids=ids).logits, source(input_ids=ids).logits)
