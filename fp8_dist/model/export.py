@@ -56,8 +56,9 @@ class _Source(NamedTuple):
     """A tensor of a model's state dict."""
 
     value: Tensor
-    weight: Float8Weight | None  # the float8 weight that it is, if it is one
+    weight: Float8Weight | None  # the weight that is saved in float8 or MXFP4, if it is one
     keys: list[str]  # its names in the state dict; several if layers share a weight
+    dense: Float8Weight | None  # a float8 weight that is saved in high precision
 
 
 def iter_float8_weights(
@@ -90,9 +91,9 @@ def iter_float8_weights(
             tensor is a bucket of its own.
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
-        format: ``"mxfp4"`` yields two items for each converted weight, ``NAME_blocks`` and
-            ``NAME_scales``, whose ``scale_inv`` is ``None``. Ranks still send 1 byte per element,
-            and pack the gathered tensors.
+        format: ``"mxfp4"`` yields two items for each weight in MXFP4, ``NAME_blocks`` and
+            ``NAME_scales``, whose ``scale_inv`` is ``None``, and other weights in high precision.
+            Ranks still send 1 byte per element in MXFP4, and pack the gathered tensors.
 
     Returns:
         An iterator. Float8 data is on the device of the weight's mesh. Tensors that are neither
@@ -108,10 +109,9 @@ def iter_float8_weights(
             or has other blocks than another layer; a module that is not converted shares a weight;
             a checkpoint divides the weight of an expert within a block; a weight is on the meta
             device; or ``bucket_bytes`` is not positive. ``format`` is neither ``"float8"`` nor
-            ``"mxfp4"``. With ``"mxfp4"``: a layer was converted without
-            ``weight_format="mxfp4"``; 32 does not divide K; or a checkpoint transposes the weight
-            of experts. On all ranks, when the iterator reaches the bucket: a block has a value that
-            is not finite.
+            ``"mxfp4"``. With ``"mxfp4"``: no weight is in MXFP4; 32 does not divide K; or a
+            checkpoint transposes the weight of experts. On all ranks, when the iterator reaches the
+            bucket: a block has a value that is not finite.
         NotImplementedError: a weight is a plain local tensor (``declare_placements``), or ranks
             have several pieces of a weight that cut blocks.
     """
@@ -152,11 +152,11 @@ def float8_state_dict(
             shards may cut blocks.
         cpu_offload: move tensors to the CPU. With ``full_state_dict``, only rank 0 gets them, and
             other ranks get an empty dict, as with torch's ``StateDictOptions``.
-        format: ``"mxfp4"``, for a model of MXFP4 weights, replaces both entries of a converted
-            weight by ``NAME_blocks``, uint8 ``[..., N, K / 32, 16]``, and ``NAME_scales``, uint8
-            ``[..., N, K / 32]``: the layout of GPT-OSS's checkpoints. A weight that is stored as
-            ``[E, K, N]`` is transposed first. ``"float8"`` exports the same values of an MXFP4
-            model as float8_e4m3fn.
+        format: ``"mxfp4"`` replaces both entries of a weight in MXFP4 by ``NAME_blocks``, uint8
+            ``[..., N, K / 32, 16]``, and ``NAME_scales``, uint8 ``[..., N, K / 32]``: the layout of
+            GPT-OSS's checkpoints. A weight that is stored as ``[E, K, N]`` is transposed first.
+            Other weights are in high precision, as those of unconverted modules. ``"float8"``
+            exports the same values of an MXFP4 model as float8_e4m3fn.
 
     Collectives: those of :func:`fp8_dist.iter_float8_weights`; this function collects its stream.
 
@@ -179,7 +179,8 @@ def float8_state_dict(
 def float8_quantization_config(model: nn.Module, *, format: _Format = "float8") -> dict[str, Any]:
     """Return the ``quantization_config`` for the config.json of a :func:`float8_state_dict`.
 
-    ``format``: the format of the state dict.
+    ``format``: the format of the state dict. With ``"mxfp4"``, modules without weights in MXFP4
+    count as unconverted.
 
     Returns:
         Plain data. ``modules_to_not_convert`` lists the unconverted modules that have matrices of
@@ -224,7 +225,8 @@ def float8_stream(
     """
     model = unwrapped(model)
     (weights, _), packs = checked_weights(model, caller, format), format == "mxfp4"
-    scales = {f"{key}_scale_inv" for key, weight in weights.items() if weight.is_stored}
+    known = weights_by_key(model)
+    scales = {f"{key}_scale_inv" for key, weight in known.items() if weight.is_stored}
     sources: dict[object, _Source] = {}
     # get_model_state_dict reshards the parameters that FSDP2 has gathered. It moves the entries of
     # modules that torch.compile wraps to the end; here all are in the order of the model.
@@ -233,7 +235,7 @@ def float8_stream(
     for key, value in (ordered | state).items():
         if not isinstance(value, Tensor) or key in scales:  # which are sent with weights
             continue
-        source = _Source(value, weights.get(key), [])
+        source = _Source(value, weights.get(key), [], None if key in weights else known.get(key))
         if (weight := source.weight) is not None:
             weight.held_scheme().start(Layout.of(weight.parameter()))  # raises if it can't be cast
             if packs and (why := _why_not_packed(model, key, weight, gather)):
@@ -348,7 +350,7 @@ def _cast(
     Collectives: those of ``global_statistics``, and of ``full_tensors`` for the scales
     of weights that are stored in float8.
     """
-    tensors = [source.value for source in bucket]
+    tensors = [x.value if x.dense is None else x.dense.high_precision() for x in bucket]
     weights = {i: source.weight for i, source in enumerate(bucket) if source.weight is not None}
     stored = {i: parts for i, weight in weights.items() if (parts := weight.stored()) is not None}
     gathered = full_tensors([parts.scales_entry() for parts in stored.values()])
@@ -400,6 +402,8 @@ def checked_weights(
 ) -> tuple[dict[str, Float8Weight], BlockScheme]:
     """Return the float8 weights by their state-dict keys, and their scheme.
 
+    With ``"mxfp4"``, these are the weights in MXFP4, and others are saved in high precision.
+
     Raises:
         ValueError: there is no converted layer, a layer can't be exported, or the format is not
             known.
@@ -408,6 +412,16 @@ def checked_weights(
     if format not in get_args(_Format):
         raise ValueError(f"{caller}: format is {format!r}; pass one of {list(get_args(_Format))}")
     converted = weights_of_model(model, caller)
+    for name, weight in converted.items():
+        if getattr(weight.module, "local_placements", None) is not None:
+            raise NotImplementedError(
+                f"{caller}: {name} is a plain local tensor (declare_placements), and "
+                "where its other parameters belong is not known; load the state dict into a model "
+                "that is not parallelized, and export that"
+            )
+    schemes = {name: _saved_scheme(weight) for name, weight in converted.items() if weight.schemes}
+    in_mxfp4 = {name: converted[name] for name in schemes if isinstance(schemes[name], Mxfp4)}
+    converted = in_mxfp4 or converted if format == "mxfp4" else converted
     first_name, first = next(iter(converted.items()))
     for name, weight in converted.items():
         blocks = _saved_scheme(weight) if len(weight.schemes) == 1 or weight.is_stored else None
@@ -435,19 +449,13 @@ def checked_weights(
             raise ValueError(
                 f"{caller}: {name} is on the meta device and has no values; load a checkpoint first"
             )
-        if getattr(weight.module, "local_placements", None) is not None:
-            raise NotImplementedError(
-                f"{caller}: {name} is a plain local tensor (declare_placements), and "
-                "where its other parameters belong is not known; load the state dict into a model "
-                "that is not parallelized, and export that"
-            )
     parameters = {name: weight.parameter() for name, weight in converted.items()}
     if shared := other_users(model, parameters, [w.module for w in converted.values()]):
         raise ValueError(
             f"{caller}: {'; '.join(shared)}, which would stay in high precision; leave the layer "
             "unconverted (module_filter_fn), or untie the weights"
         )
-    weights = weights_by_key(model)
+    weights = {k: w for k, w in weights_by_key(model).items() if w in converted.values()}
     assert isinstance(blocks, BlockScheme)
     for name, weight in weights.items():
         whole = torch.empty(weight.parameter().shape, device="meta")

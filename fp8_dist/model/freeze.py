@@ -65,7 +65,8 @@ def freeze_to_float8(
             autograd keeps no float8 copy. Unless FSDP2 shards dim 0 evenly, it can't gather them
             packed, and they become float8. A ``state_dict`` has float8 data with both formats.
         block_size: ``(1, 32)``, with ``"mxfp4"``, stores weights as released MXFP4 checkpoints do,
-            with one exponent per 32 values of a row, whatever the recipe. Each GEMM dequantizes
+            with one exponent per 32 values of a row, whatever the recipe. Exponents follow the rule
+            of a recipe with such blocks, and otherwise ``"floor"``. Each GEMM dequantizes
             them, which is exact, and takes the recipe's cast of these values, so the layer has the
             bits of one with the dequantized weight. For GEMMs in bf16, convert experts with
             ``Float8ExpertsConfig(recipe=None)``, and layers with casts whose
@@ -81,8 +82,9 @@ def freeze_to_float8(
         ValueError: ``module`` has no converted layer, or no frozen float8 weight that the filter
             admits; a weight is distributed, or shared with a module that is not stored in float8;
             its recipe casts it twice, or not at all; ``format`` or ``block_size`` is unknown; or,
-            with ``"mxfp4"``, its recipe has another format, its number of columns is odd, or
-            ``block_size`` does not divide its dims.
+            with ``"mxfp4"``, its recipe has another format, or other blocks in four bits than
+            ``block_size``, its number of columns is odd, or ``block_size`` does not divide its
+            dims.
         TypeError: ``module`` is not an nn.Module.
     """
     check_arguments("freeze_to_float8", module, module_filter_fn)
@@ -200,7 +202,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
 
 def _scheme(weight: Float8Weight, block_size: tuple[int, int] | None) -> Scheme:
     """The scheme that a weight, which a GEMM takes in float8, is stored with."""
-    if block_size is None:
+    if block_size is None or weight.schemes[0].is_storage:  # which has the layer's own rule
         return weight.schemes[0]
     is_transposed = isinstance(weight, ExpertWeight) and weight.is_transposed
     return Mxfp4(torch.float8_e4m3fn, *(block_size[::-1] if is_transposed else block_size))
@@ -218,6 +220,11 @@ def _check(fqn: str, weight: Float8Weight, block_size: tuple[int, int] | None) -
             'convert the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", or '
             "leave the layer out (module_filter_fn)"
         )
+    if block_size and weight.schemes[0].packed_dtype and not weight.schemes[0].is_storage:
+        raise ValueError(
+            f"freeze_to_float8: {fqn} is cast to four bits in squares, and block_size={block_size} "
+            "would cast it twice; leave block_size out, or pass weight_block_size to the recipe"
+        )
     if weight.layout() is not None or not weight.is_registered:
         raise ValueError(
             f"freeze_to_float8: {fqn} is distributed already, or is not a plain parameter; freeze "
@@ -226,27 +233,22 @@ def _check(fqn: str, weight: Float8Weight, block_size: tuple[int, int] | None) -
 
 
 def _check_packs(fqn: str, weight: Float8Weight, scheme: Scheme) -> None:
-    stored, shape = weight.stored(), list(weight.parameter().shape)
-    if scheme.packed_dtype is None or (
-        stored and not (stored.is_packed and stored.scheme == scheme)
-    ):
+    held, size = weight.stored(), list(weight.parameter().shape)
+    if scheme.packed_dtype is None or (held and not (held.is_packed and held.scheme == scheme)):
         raise ValueError(
             f"freeze_to_float8: {fqn} is not cast to four bits, or stored in float8 already; "
             'convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call '
             'unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)'
         )
-    if shape[-1] % 2:
+    if size[-1] % 2:
         raise ValueError(
-            f"freeze_to_float8: {fqn} is {shape}, and an odd number of columns can't be packed in "
+            f"freeze_to_float8: {fqn} is {size}, and an odd number of columns can't be packed in "
             "pairs; leave the layer out (module_filter_fn)"
         )
-    if (
-        isinstance(scheme, Mxfp4)
-        and scheme.is_storage
-        and shape[-1 if scheme.rows == 1 else -2] % 32
-    ):
+    contracted = -2 if isinstance(scheme, Mxfp4) and scheme.columns == 1 else -1
+    if scheme.is_storage and size[contracted] % 32:
         raise ValueError(
-            f"freeze_to_float8: {fqn} is {shape}, whose input features 32 does not divide; leave "
+            f"freeze_to_float8: {fqn} is {size}, whose input features 32 does not divide; leave "
             "the layer out (module_filter_fn)"
         )
 

@@ -112,7 +112,9 @@ class _Files(dict[str, Any]):
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in [key for key in entries if key.endswith("_blocks")]:
-            self._join(key, key.removesuffix("_blocks"))
+            name, kind = key.removesuffix("_blocks"), str(entries[key].get_dtype())
+            if f"{name}_scales" in entries or (kind == "U8" and len(entries[key].get_shape()) > 2):
+                self._join(key, name)
         for key in entries:
             for separator in re.finditer("[._]", key):
                 owner, ending = key[: separator.start()], key[separator.start() :]
@@ -126,7 +128,7 @@ class _Files(dict[str, Any]):
         shape, kinds = list(blocks.get_shape()), [str(blocks.get_dtype())]
         kinds += [] if scales is None else [str(scales.get_dtype())]
         expected = [] if scales is None else [*scales.get_shape(), _GROUP // 2]
-        if name in self or scales is None or kinds != ["U8", "U8"] or shape != expected:
+        if name in self or kinds != ["U8", "U8"] or shape != expected or len(shape) < 3:
             found = "missing" if scales is None else f"{kinds[-1]} {list(scales.get_shape())}"
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {kinds[0]} {shape}, and {name}_scales is "
@@ -324,7 +326,7 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     """Return the tensors of a model with their entries, and the names that the files lack."""
-    weights = {_without_adapters(key): weight for key, weight in weights_by_key(module).items()}
+    weights = {_own_name(key, files): weight for key, weight in weights_by_key(module).items()}
     # If checkpoints have other names for experts, they may have other names for routers, too.
     experts = next((w for w in weights.values() if isinstance(w, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
@@ -332,7 +334,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     for fqn, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
-        name = _without_adapters(without_wrappers(fqn))
+        name = _own_name(without_wrappers(fqn), files)
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
             empty = torch.empty(tensor.shape, device="meta")
@@ -355,9 +357,9 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     return list(parts.values()), [key for key, owner in missing.items() if owner not in parts]
 
 
-def _without_adapters(key: str) -> str:
-    """The name of a parameter before PEFT put adapters around its module."""
-    return key.replace(".base_layer", "")
+def _own_name(key: str, files: _Files) -> str:
+    """The name of a parameter before PEFT put adapters around its module, unless files have it."""
+    return key if key in files else ".".join(p for p in key.split(".") if p != "base_layer")
 
 
 def _entries_of(

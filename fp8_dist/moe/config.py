@@ -39,7 +39,7 @@ class Float8ExpertsConfig:
         linear: the same casts as a config of linear layers, derived from the other fields.
 
     Raises:
-        ValueError: a field has an unsupported value, or the recipe does not take ``weight_format``.
+        ValueError: a field has an unsupported value, or one that has no effect with the recipe.
     """
 
     recipe: ExpertsRecipe | None = "rowwise_folded"
@@ -55,20 +55,26 @@ class Float8ExpertsConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.recipe is None and self.weight_format == "e4m3":
-            unscaled = CastConfig(scaling_granularity=Unscaled())
-            linear = Float8LinearConfig(unscaled, None, unscaled, None, unscaled)
-        elif self.recipe == "tensorwise" and self.weight_format == "e4m3":
-            schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
+        gather, size = self.enable_fsdp_float8_all_gather, self.weight_block_size
+        refused = {"weight_format": self.weight_format != "e4m3", "weight_block_size": size}
+        refused = {} if self.recipe in ("blockwise", "mxfp8") else refused
+        if self.recipe is None:  # False, or "auto", gathers in high precision
+            refused["combine"] = self.combine == "float8"
+            refused["enable_fsdp_float8_all_gather"] = gather is True
+        if given := [f"{name}={getattr(self, name)!r}" for name, is_on in refused.items() if is_on]:
+            raise ValueError(
+                f"Float8ExpertsConfig: recipe={self.recipe!r} does not take {', '.join(given)}; "
+                "drop it, or use the recipe 'blockwise' or 'mxfp8'"
+            )
+        if self.recipe is None or self.recipe == "tensorwise":
+            schemes: list[Scheme] = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
+            schemes = schemes if self.recipe else [Unscaled()] * 2
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             linear = Float8LinearConfig(row, None, matrix, None, row)
         else:
             linear = Float8LinearConfig.from_recipe_name(
-                str(self.recipe),
-                weight_format=self.weight_format,
-                weight_block_size=self.weight_block_size,
+                self.recipe, weight_format=self.weight_format, weight_block_size=size
             )
-        gather = self.enable_fsdp_float8_all_gather
         linear = replace(
             linear,
             enable_fsdp_float8_all_gather=gather,

@@ -122,6 +122,9 @@ class Stored(wrapper.WrapperParameter):
         moved = tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
         if func in _OF_SAME_LAYER:
             moved.write, moved.read = stored.write, stored.read
+        elif func.is_view:  # FSDP2 restores the shape of what it has gathered
+            for whole in (x for x in tree_leaves(moved) if x.shape == stored.shape):
+                whole.read = stored.read
         return moved
 
     def readable_as(self, other: Self) -> Self:

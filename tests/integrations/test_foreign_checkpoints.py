@@ -231,3 +231,22 @@ def test_files_that_are_damaged_or_twice(tmp_path: Path) -> None:
 def test_what_is_no_path(files: Any) -> None:
     with pytest.raises(TypeError, match=r"expected a directory with .* pass a path, or a list of"):
         load_float8_checkpoint(net("blockwise", False), files)
+
+
+class OddNames(nn.Module):
+    """Entries whose names look like those of blocks or adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(32, 32)
+        self.base_layer_norm = nn.LayerNorm(32)
+        self.register_buffer("num_blocks", torch.tensor(3))
+        self.memory_blocks = nn.Parameter(torch.randn(2, 3, 16))
+
+
+def test_names_that_look_like_blocks_or_adapters(tmp_path: Path) -> None:
+    saved, model = OddNames(), OddNames()
+    save_file(saved.state_dict(), tmp_path / "model.safetensors")
+    load_float8_checkpoint(model, tmp_path)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved.state_dict()[name]), name

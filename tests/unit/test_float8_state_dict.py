@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fp8_dist import (
+    CastConfig,
     Float8LinearConfig,
+    ScalingType,
     convert_to_float8_training,
     float8_layers,
     float8_quantization_config,
@@ -22,6 +24,7 @@ from fp8_dist import (
     freeze_to_float8,
     iter_float8_weights,
 )
+from fp8_dist import dequantized as values
 
 BLOCKWISE = Float8LinearConfig.from_recipe_name("blockwise")
 MXFP8 = Float8LinearConfig.from_recipe_name("mxfp8")
@@ -180,6 +183,36 @@ float8_state_dict: layers.0.w1.weight was converted with recipe=mxfp8, float8_ga
 float8_state_dict: 0.weight, [64, 70], has K = 70, and MXFP4 has whole blocks of 32; pass format="float8"
 0.weight has a block with NaN or infinity, which MXFP4 doesn't have; load an earlier checkpoint, and export that""",
     )
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "mxfp8", "off"])
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_other_weights_beside_mxfp4_are_in_high_precision(recipe: str, is_stored: bool) -> None:
+    released = convert_to_float8_training(nn.Sequential(nn.Linear(64, 64).bfloat16()))
+    released.requires_grad_(False)
+    freeze_to_float8(released, format="mxfp4", block_size=(1, 32))
+    other = nn.Sequential(nn.Linear(64, 32).bfloat16()).requires_grad_(False)
+    off = CastConfig(ScalingType.DISABLED)
+    config = Float8LinearConfig(off, None, off, None, off)
+    config = config if recipe == "off" else Float8LinearConfig.from_recipe_name(recipe)
+    net = nn.ModuleDict({"attention": convert_to_float8_training(other, config=config)})
+    net["experts"] = released
+    if is_stored and recipe not in ("rowwise", "off"):
+        freeze_to_float8(other)
+    state = float8_state_dict(net, format="mxfp4")
+    ends = ("weight_blocks", "weight_scales", "bias")
+    names = ["attention.0.weight", "attention.0.bias", *(f"experts.0.{end}" for end in ends)]
+    assert list(state) == names
+    assert state["attention.0.weight"].dtype is torch.bfloat16
+    assert same_bits(state["attention.0.weight"], values(other[0]))
+    assert same_bits(
+        state["experts.0.weight_blocks"],
+        float8_state_dict(released, format="mxfp4")["0.weight_blocks"],
+    )
+    items = list(iter_float8_weights(net, format="mxfp4"))
+    assert [name for name, *_ in items] == names
+    found = float8_quantization_config(net, format="mxfp4")
+    assert found["modules_to_not_convert"] == ["attention.0"]
 
 
 @pytest.mark.parametrize(("config", "block"), [(BLOCKWISE, 128), (MXFP8, 32)])

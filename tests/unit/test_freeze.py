@@ -133,6 +133,20 @@ def test_weights_in_blocks_of_released_checkpoints(name: str) -> None:
     assert all(same_bits(tensor, state[key]) for key, tensor in loaded.state_dict().items())
 
 
+@pytest.mark.parametrize("rule", ["ceil", "even", "floor"])
+def test_blocks_of_released_checkpoints_keep_the_rule_of_the_recipe(rule: Any) -> None:
+    config = Float8LinearConfig.from_recipe_name(
+        "mxfp8", weight_format="mxfp4", weight_block_size=(1, 32)
+    )
+    cast = replace(config.cast_config_weight, scale_rule=rule)
+    net = nn.Sequential(nn.Linear(512, 320)).bfloat16().requires_grad_(False)
+    net[0].weight.data *= torch.linspace(-4, 4, 512).exp()  # amaxes that rules round differently
+    convert_to_float8_training(net, config=replace(config, cast_config_weight=cast))
+    expected = run(net)
+    freeze_to_float8(net, format="mxfp4", block_size=(1, 32))
+    assert same(run(net), expected)
+
+
 def test_blocks_that_are_refused() -> None:
     freezes = partial(freeze_to_float8, format="mxfp4", block_size=(1, 32))
     narrow = convert_to_float8_training(nn.Sequential(nn.Linear(48, 32))).requires_grad_(False)
@@ -142,6 +156,7 @@ def test_blocks_that_are_refused() -> None:
         partial(freezes, narrow),
         partial(freezes, odd),
         partial(freezes, squares),
+        partial(freezes, converted("mxfp4")),
         partial(freeze_to_float8, released("1 x 32 of mxfp8"), format="mxfp4"),
         partial(freeze_to_float8, narrow, block_size=(1, 32)),
         partial(freezes, narrow, block_size=(1, 16)),
@@ -152,6 +167,7 @@ def test_blocks_that_are_refused() -> None:
 freeze_to_float8: 0.weight is [32, 48], whose input features 32 does not divide; leave the layer out (module_filter_fn)
 freeze_to_float8: 0.weight is [32, 33], and an odd number of columns can't be packed in pairs; leave the layer out (module_filter_fn)
 freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
+freeze_to_float8: 0.weight is cast to four bits in squares, and block_size=(1, 32) would cast it twice; leave block_size out, or pass weight_block_size to the recipe
 freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
 freeze_to_float8: block_size=(1, 32) with format='float8'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them
 freeze_to_float8: block_size=(1, 16) with format='mxfp4'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them""",

@@ -34,7 +34,12 @@ from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
-WAYS = {1: ["one device"], 2: ["FSDP2", "EP"], 4: ["FSDP2", "HSDP", "EP", "EP x FSDP2"]}
+WAYS = {
+    1: ["one device"],
+    2: ["FSDP2", "EP"],
+    3: ["FSDP2"],
+    4: ["FSDP2", "HSDP", "EP", "EP x FSDP2"],
+}
 IN_HIGH_PRECISION = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
 
 
@@ -189,6 +194,8 @@ def change(files: dict[str, Tensor], which: str) -> None:
     elif which == "fewer columns":
         files[blocks] = files[blocks][:, :, :3].clone()
         files[scales] = files[scales][:, :, :3].clone()
+    elif which == "a row":
+        files[blocks], files[scales] = files[blocks][0, 0].clone(), files[scales][0, 0].clone()
     elif which == "flat":
         files[blocks] = files[blocks].flatten(-2).clone()
     elif which == "transposed":
@@ -200,7 +207,7 @@ def change(files: dict[str, Tensor], which: str) -> None:
 
 
 CHANGES = ["no scales", "no blocks", "NaN", "other experts", "fewer columns", "flat", "transposed"]
-CHANGES += ["odd scales", "both"]
+CHANGES += ["odd scales", "both", "a row"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -234,6 +241,7 @@ load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 4, 64, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is F32 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj is in MXFP4, and whether the model has its matrices transposed is not known; call convert_experts_to_float8_training
 load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj_scales is [4, 2, 256], and the layer's recipe has one scale per block of 32 x 32 (MXFP4, floor), [4, 2, 8]; convert the model with the recipe of the checkpoint: "blockwise" for scales of blocks, as DeepSeek's and Qwen's, "rowwise_folded" for those of rows, "tensorwise" for one; for MXFP4, freeze_to_float8(model, format="mxfp4", block_size=(1, 32))""",
     )
@@ -306,7 +314,8 @@ def adapters_on(folder: str, way: str, recipe: Any) -> bool:
     peft = adapted(packed, way)
     found = trained(peft, ids)
     assert expected[0][1] < expected[0][0]
-    if not way.startswith("EP"):
+    is_third = torch.distributed.is_initialized() and torch.distributed.get_world_size() == 3
+    if not (way.startswith("EP") or is_third):  # the mean of three ranks' gradients is rounded
         plain = made(recipe, packs=False)
         load_float8_checkpoint(plain, folder)
         expected_alone = trained(adapted(plain, "one device"), ids)

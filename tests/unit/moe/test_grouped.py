@@ -167,6 +167,11 @@ def test_what_is_refused() -> None:
         lambda: Float8ExpertsConfig.from_recipe_name("rowwise"),
         lambda: Float8ExpertsConfig(combine="fp8"),  # type: ignore[arg-type]
         lambda: Float8ExpertsConfig(enable_fsdp_float8_all_gather="yes"),  # type: ignore[arg-type]
+        lambda: Float8ExpertsConfig("tensorwise", weight_block_size=(1, 32)),
+        lambda: Float8ExpertsConfig("rowwise_folded", weight_format="mxfp4"),
+        lambda: Float8ExpertsConfig(None, weight_format="mxfp4", weight_block_size=(1, 32)),
+        lambda: Float8ExpertsConfig(None, "float8"),
+        lambda: Float8ExpertsConfig(None, enable_fsdp_float8_all_gather=True),
     ]
     assert_expected_inline(
         "\n".join(raised(ValueError, call) for call in calls),
@@ -186,7 +191,12 @@ grouped_linear: offs must grow from 0 to at most 14, the number of rows; got gro
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [-1, 9] rows
 Float8ExpertsConfig.recipe must be None or 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'rowwise'
 Float8ExpertsConfig.combine must be 'high_precision' or 'float8', got 'fp8'
-Float8ExpertsConfig.enable_fsdp_float8_all_gather must be bool or 'auto', got 'yes'""",
+Float8ExpertsConfig.enable_fsdp_float8_all_gather must be bool or 'auto', got 'yes'
+Float8ExpertsConfig: recipe='tensorwise' does not take weight_block_size=(1, 32); drop it, or use the recipe 'blockwise' or 'mxfp8'
+Float8ExpertsConfig: recipe='rowwise_folded' does not take weight_format='mxfp4'; drop it, or use the recipe 'blockwise' or 'mxfp8'
+Float8ExpertsConfig: recipe=None does not take weight_format='mxfp4', weight_block_size=(1, 32); drop it, or use the recipe 'blockwise' or 'mxfp8'
+Float8ExpertsConfig: recipe=None does not take combine='float8'; drop it, or use the recipe 'blockwise' or 'mxfp8'
+Float8ExpertsConfig: recipe=None does not take enable_fsdp_float8_all_gather=True; drop it, or use the recipe 'blockwise' or 'mxfp8'""",
     )
 
 
