@@ -27,11 +27,10 @@ class Layer:
     module: nn.Linear
     x: torch.Tensor
     grad: torch.Tensor
-    forward: Callable[[torch.Tensor], torch.Tensor]
 
     def run(self) -> torch.Tensor:
         """Run forward and backward, and return the output."""
-        output = self.forward(self.x)
+        output = self.module(self.x)
         output.backward(self.grad)
         return output
 
@@ -54,17 +53,14 @@ def normal(device: str) -> Callable[..., torch.Tensor]:
     return lambda *size: torch.randn(size, generator=generator, device=device).bfloat16()
 
 
-def layer_of(name: str, shape: Shape, device: str, compiled: bool = False) -> Layer:
+def layer_of(name: str, shape: Shape, device: str) -> Layer:
     """A candidate's layer, with the same values of tensors for all candidates."""
     (m, k, n), random = shape, normal(device)
     x, w, g = random(m, k), random(n, k) / math.sqrt(k), random(m, n)
     with torch.device("meta"):
         linear = nn.Linear(k, n, bias=False)
     linear.weight = nn.Parameter(w)
-    module = linear_of(name, linear)
-    # (module.compile(): torch 2.13 finds nothing to compile in a layer on its own.)
-    forward = torch.compile(module, fullgraph=True, dynamic=False) if compiled else module
-    return Layer(module, x.requires_grad_(), g, forward)
+    return Layer(linear_of(name, linear), x.requires_grad_(), g)
 
 
 class Experts:
@@ -90,8 +86,8 @@ class Experts:
             output = product
         output.backward(self.grad)
 
-    def change_weight(self) -> None:
-        """Drop the gradients, as an optimizer step does."""
+    def clear(self) -> None:
+        """Drop the gradients."""
         self.x.grad = self.weight.grad = None
 
 

@@ -28,16 +28,17 @@ def main(argv: list[str] | None = None) -> int:
     stages = f"these stages, of {', '.join(STAGES)}"
     add("--only", nargs="+", choices=STAGES, metavar="STAGE", help=stages)
     add("--seconds", type=positive, default=600, help="for all stages; default: %(default)s")
-    folder = Path("runs/prove")
-    add("--out", type=Path, default=folder, help="folder of results; default: %(default)s")
+    out = "folder of results; default: %(default)s"
+    add("--out", type=Path, default="runs/prove", help=out)
     add("--show", type=Path, nargs="+", metavar="FILE", help="print the page of these results")
     args = parser.parse_args(argv)
     if args.show:
         page = import_module("scripts.prove.page")
         try:
-            print(page.text(page.latest(args.show)))
+            results = page.latest(args.show)
         except (OSError, ValueError) as error:
             parser.error(str(error))
+        print(page.text(results))
         return 0
     # A process that has asked CUDA's runtime for GPUs can't fork others that use them.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"

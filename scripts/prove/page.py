@@ -75,13 +75,19 @@ def missing(results: Sequence[Result]) -> int:
     return max(0, max((r.cases for r in results), default=0) - len(begun))
 
 
+def tally(results: Sequence[Result]) -> list[int]:
+    """The numbers of a stage's cases that went well, are wrong, have no result, did not begin."""
+    cases = of_cases(results)
+    wrong = sum(bool(r.wrong) for r in cases)
+    failed = sum(bool(r.error and not r.wrong) for r in cases)
+    return [len(cases) - wrong - failed, wrong, failed, missing(results)]
+
+
 def counts(results: Sequence[Result]) -> str:
     """How many cases of a stage went well, in words."""
-    cases = of_cases(results)
-    wrong, failed = sum(bool(r.wrong) for r in cases), sum(bool(r.error) for r in cases)
-    words = [f"{len(cases) - wrong - failed} cases went well"]
-    words += [f"{wrong} WRONG"] * bool(wrong) + [f"{failed} without a result"] * bool(failed)
-    return ", ".join(words + [f"{n} not begun" for n in [missing(results)] if n])
+    kinds = "went well", "WRONG", "without a result", "not begun"
+    pairs = zip(kinds, tally(results), strict=True)
+    return ", ".join(f"{kind}: {n}" for kind, n in pairs if n or kind == kinds[0])
 
 
 def fails(results: Sequence[Result], stages: Iterable[str]) -> bool:
@@ -96,6 +102,7 @@ def fails(results: Sequence[Result], stages: Iterable[str]) -> bool:
 def verdict(results: Sequence[Result]) -> str:
     """Three sentences: whether bits and bytes are right, and where float8 is faster."""
     kinds = {"bits": "have the bits of one device", "bytes": "send what scripts.plan predicts"}
+    kinds |= {"tests": "of tests/gpu pass"} if any(r.stage == "tests" for r in results) else {}
     sentences = []
     for stage, promise in kinds.items():
         found = [r for r in results if r.stage == stage]
@@ -184,11 +191,9 @@ def checks(results: Sequence[Result]) -> str:
     lines = []
     for stage in dict.fromkeys(r.stage for r in results):
         found = [r for r in results if r.stage == stage]
-        cases = of_cases(found)
-        wrong, failed = sum(bool(r.wrong) for r in cases), sum(bool(r.error) for r in cases)
-        skipped = sum(r.note == "skipped" for r in cases)
-        right = len(cases) - wrong - failed - skipped
-        lines.append([stage, *map(str, (right, wrong, failed, missing(found), skipped))])
+        skipped = sum(r.note == "skipped" for r in found)
+        right, *others = tally(found)
+        lines.append([stage, *map(str, (right - skipped, *others, skipped))])
     head = ["stage", "went well", "wrong", "without a result", "not begun", "skipped"]
     bad = [r for r in of_cases(results) if r.wrong or r.error]
     return "\n".join([table(head, lines, "lr"), "", *(f"- {r.text()}" for r in bad)]).rstrip()

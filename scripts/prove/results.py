@@ -12,8 +12,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 START = "start"  # the name of a case that failed before the first one
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,7 +106,7 @@ class Worker(NamedTuple):
         """Run the cases that are not skipped.
 
         Raises:
-            Exception: what a case raised, whose result has been appended.
+            BaseException: what a case raised, whose result has been appended.
         """
         cases = [*cases]
         identity: dict[str, Any] = {"stage": self.stage, "rank": self.rank, "cases": len(cases)}
@@ -122,12 +120,12 @@ class Worker(NamedTuple):
             known = dataclasses.replace(case.known, name=case.name, **identity)
             try:
                 result = dataclasses.replace(known, **case.measure(), at=time.time())
-            except Exception as error:  # torch, Triton and the compiler raise many types
+            except BaseException as error:  # torch, Triton and the compiler raise many types
                 result = dataclasses.replace(known, error=shown(error), at=time.time())
                 append(self.results, result)
                 raise
             append(self.results, result)
-            tqdm.write(result.text())
+            print(result.text(), flush=True)
 
 
 def append(path: Path, *results: Result) -> None:

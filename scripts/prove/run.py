@@ -1,7 +1,6 @@
 """A run of `scripts.prove` on a rank: its stages, its page and its exit status."""
 
 import argparse
-import warnings
 
 from scripts.prove import page
 from scripts.prove.results import read
@@ -10,12 +9,11 @@ from scripts.prove.stages import STAGES
 
 
 def run(args: argparse.Namespace) -> int:
-    # Processes are forked while a thread may serve the ranks' store, which they don't use.
-    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
     runner = Runner(args.out, args.seconds)
     on_gpus = runner.has_gpu()
     here = {"always", *["GPUs"] * on_gpus, *["one GPU"] * (on_gpus and runner.ranks == 1)}
-    chosen = args.only or [stage.name for stage in STAGES.values() if stage.where in here]
+    usual = (stage.name for stage in STAGES.values() if stage.where in here)
+    chosen = [*dict.fromkeys(args.only or usual)]
     total = sum(STAGES[name].seconds for name in chosen)
     used = 0.0
     for name in chosen:

@@ -24,11 +24,12 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from scripts.common.gloo import leave
-from scripts.prove.results import START, Result, Worker, append, commit, read
+from scripts.prove.results import START, Result, Worker, append, commit, read, shown
 from scripts.prove.stages import Stage
 from scripts.train.train_run import choose_device, process_group
 
 POLL = 0.05  # seconds between two looks at a process
+FOUND = 7  # the status of a process that has found a GPU
 FORK = get_context("fork")  # torch is imported once per rank
 
 
@@ -84,10 +85,11 @@ class Runner:
 
     def has_gpu(self) -> bool:
         """Whether each rank has a GPU. (A process that looks for one can't fork others.)"""
-        process = FORK.Process(target=lambda: os._exit(int(self._device().type == "cuda")))
+        process = FORK.Process(target=lambda: os._exit(FOUND * (self._device().type == "cuda")))
         process.start()
-        process.join()
-        return all(said["gpu"] for said in self._hear("gpu", {"gpu": bool(process.exitcode)}))
+        process.join(60)  # a driver may hang
+        process.kill()
+        return all(said["gpu"] for said in self._hear("gpu", {"gpu": process.exitcode == FOUND}))
 
     def _device(self) -> torch.device:
         return choose_device(*self._local)[0]
@@ -118,7 +120,7 @@ class Runner:
             if not outcome or not begun or any(said["over"] for said in heard):
                 break
             skipped, number = skipped | begun, number + 1
-        return outcome or "ended"
+        return outcome or ("stopped by a signal" if self._stopped else "ended")
 
     def _attempt(
         self, stage: Stage, key: str, skipped: frozenset[str], end: float
@@ -137,7 +139,7 @@ class Runner:
         begun.unlink()
         mine = [r.__dict__ for r in results] if self.rank else []
         unfinished = [name for name in names if name not in {r.name for r in results}]
-        if outcome and not names:
+        if outcome and not (names or results):
             unfinished = [START]
         said = {"begun": names, "results": mine, "unfinished": unfinished}
         return said | {"outcome": outcome, "over": over, "rank": self.rank}
@@ -159,6 +161,7 @@ class Runner:
             bar.set_postfix_str(f"{end - now:.0f} s left", refresh=False)
             if self._stopped or now >= end:
                 reason, over = "stopped at the end of its time", True
+                reason = "stopped by a signal" if self._stopped else reason
             elif now - changed > stage.patience:
                 reason = f"stopped after {now - changed:.0f} s without a result"
             elif self._store.check([f"{key}/stop"]):
@@ -224,8 +227,10 @@ class Runner:
                 place = Place(device, ranks, self._local[1], seconds)
                 getattr(import_module(f"scripts.prove.{module}"), function)(worker, place)
             status = 0
-        except BaseException:
+        except BaseException as error:
             traceback.print_exc()
+            if not begun.read_text():
+                append(self.results, Result(stage.name, START, rank=self.rank, error=shown(error)))
         leave(status)
 
     def _client(self) -> dist.Store:

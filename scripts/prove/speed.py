@@ -1,4 +1,4 @@
-"""Stages that measure time: of steps and collectives on all ranks, and of layers on one GPU.
+"""Stages that measure time: of steps and collectives on all ranks, of experts on one GPU.
 
 Candidates follow each other, and the first one, bf16, is measured again at the end. Tokens and
 flops (of blocks' weights, or of a layer) are those of one GPU, and peaks those of one candidate.
@@ -6,31 +6,26 @@ flops (of blocks' weights, or of a layer) are those of one GPU, and peaks those 
 
 import gc
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple, get_args
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
-from torch.utils._pytree import tree_leaves
 
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
-from fp8_dist.kernels.cuda.triton.launch import Kernel
 from fp8_dist.recipe_names import ExpertsRecipe
-from scripts.bench.layers import Experts, Layer, layer_of, shape_text
+from scripts.bench.layers import Experts, shape_text
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS
 from scripts.common.models import after_step, build
-from scripts.common.recipes import BF16, OURS
+from scripts.common.recipes import BF16
 from scripts.prove.checks import everyone
 from scripts.prove.results import Case, Result, Worker
 from scripts.prove.runner import Place
@@ -48,11 +43,8 @@ COLLECTIVES = [("all-gather", torch.bfloat16), ("all-gather", torch.uint8)]
 COLLECTIVES += [("reduce-scatter", torch.float32), ("reduce-scatter", torch.bfloat16)]
 COLLECTIVES += [("all-to-all", torch.uint8)]
 WARM_UP, READINGS, STEPS = 3, 5, 4  # the last is the number of runs in a reading by the host
-D, FFN = MODELS["8b"].dim, MODELS["8b"].ffn_dim
-COPIED = 2**30  # bytes
 GROUPS = {"128 x 512 rows": 128 * (512,), "26 x (0, 1, 15, 17, 512) rows": 26 * (0, 1, 15, 17, 512)}
-ROWS, EXPERTS = (8192, 2048, 8191), (2048, 1536)  # of layers; features of layers of experts
-OFTEN = (BF16, "tensorwise", "rowwise_folded", *TORCHAO[:1])  # layers with any rows
+EXPERTS = 2048, 1536  # features of layers of experts
 
 
 def host_seconds(run: Run, device: torch.device, count: int = STEPS) -> float:
@@ -151,7 +143,7 @@ def time(worker: Worker, place: Place) -> None:
     """Measure compiled steps; with few tokens also graphs and eager steps, which otherwise wait."""
     on_gpus, chosen = place.device.type == "cuda", [*settings(place)]
     modes, names = ("graph", "eager")[1 - on_gpus :], (BF16, "tensorwise")
-    rest = [Candidate(name, mode) for mode in modes for name in names]
+    rest, cases = [Candidate(name, mode) for mode in modes for name in names], list[Case]()
     for setting in chosen:
         # (On CPUs, torchao's compiled steps take minutes.)
         wanted = [*map(Candidate, (BF16, *TORCHAO[:on_gpus], "tensorwise", "rowwise_folded"))]
@@ -160,11 +152,12 @@ def time(worker: Worker, place: Place) -> None:
         if setting.tp > 1:
             wanted.append(Candidate("tensorwise", sums=True))
         wanted += [*rest * (setting.tokens < MANY), Candidate(BF16, again=", again")]
-        worker.run(step_cases(setting, wanted, place))
+        cases += step_cases(setting, wanted, place)
         if setting is chosen[0] and place.ranks > 1:
-            worker.run(collective_cases(place))
+            cases += collective_cases(place)
     for setting in chosen:
-        worker.run(step_cases(setting, rest * (setting.tokens >= MANY), place))
+        cases += step_cases(setting, rest * (setting.tokens >= MANY), place)
+    worker.run(cases)
 
 
 def step_cases(setting: Setting, wanted: list[Candidate], place: Place) -> Iterator[Case]:
@@ -274,74 +267,23 @@ def measured_collective(kind: str, dtype: torch.dtype, part: int, place: Place) 
     return {"readings": tuple(host_seconds(run, place.device) for _ in range(READINGS))}
 
 
-def copy_case(name: str) -> Case:
-    """A case for a copy of more bytes than the cache holds. Bytes are read and written ones."""
-
-    def measure() -> Found:
-        source = torch.empty(COPIED, dtype=torch.uint8, device="cuda").fill_(1)
-        return {"readings": gpu_seconds(partial(torch.empty_like(source).copy_, source))}
-
-    return Case(name, measure, Result(bytes=2 * COPIED))
-
-
-def kernels(worker: Worker, place: Place) -> None:
-    """Measure the kernels of each recipe's step, with a copy before and after all of them."""
-    known = Result(shape=shape_text((ROWS[0], D, FFN)))
-    of = [Case(r, partial(kernel_rates, r), replace(known, recipe=r)) for r in OURS]
-    worker.run([copy_case("copy, first"), *of, copy_case("copy, last")])
-
-
-def kernel_rates(recipe: str) -> Found:
-    """Measure each distinct kernel launch of a step. Bytes are the sizes of its tensors."""
-    layer, launch = layer_of(recipe, (ROWS[0], D, FFN), "cuda"), Kernel.__call__
-    noted: dict[str, tuple[str, int, Run]] = {}
-
-    def note(kernel: Kernel, *args: Any, **constants: Any) -> None:
-        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-        name, moved = kernel.kernel.__name__, sum(x.numel() * x.itemsize for x in tensors)
-        again = partial(launch, kernel, *args, **constants)
-        noted[f"{name} {[tuple(x.shape) for x in tensors]} {constants}"] = name, moved, again
-        again()
-
-    with patch.object(Kernel, "__call__", note):
-        layer.change_weight()
-        layer.run()
-    texts, other = [], torch.empty(2**28, dtype=torch.uint8, device="cuda")  # fills the cache
-    for name, moved, again in noted.values():
-        seconds = statistics.median(gpu_seconds(again, other.zero_))
-        texts.append(f"{name} {1e6 * seconds:.1f} us {moved / seconds / 1e9:,.0f} GB/s")
-    return {"note": "; ".join(texts)}
-
-
-def layers(worker: Worker, place: Place) -> None:
-    """Measure the widest layer of Llama 8B, after a change of its weight."""
-    both = [(name, compiled) for name in (BF16, *OURS) for compiled in (False, True)]
-    every = [*both[:6], *((name, True) for name in TORCHAO[:2]), *both[6:]]
-    for rows in ROWS:
-        chosen = [(*each, "") for each in every if rows == ROWS[0] or each[0] in OFTEN]
-        for name, compiled, again in [*chosen, (BF16, False, ", again")]:
-            shape = rows, D, FFN
-            known = Result(recipe=name, compiled=compiled, shape=shape_text(shape), tokens=rows)
-            case = f"{known.shape}, {name}{', compiled' * compiled}{again}"
-            measure = partial(measured, partial(layer_of, name, shape, "cuda", compiled))
-            worker.run([Case(case, measure, replace(known, flops=6.0 * math.prod(shape)))])
-
-
 def experts(worker: Worker, place: Place) -> None:
     """Measure experts with equal, then with unequal groups, in each recipe."""
+    cases = []
     for title, groups in GROUPS.items():
         rows, shape = sum(groups), f"{title} x {shape_text(EXPERTS)}"
         known = Result(shape=shape, tokens=rows, flops=6.0 * rows * math.prod(EXPERTS))
         for name in (BF16, *get_args(ExpertsRecipe), f"{BF16}, again"):
             recipe = name.partition(",")[0]
-            measure = partial(measured, partial(Experts, recipe, groups, EXPERTS, "cuda"))
-            worker.run([Case(f"{title}, {name}", measure, replace(known, recipe=recipe))])
+            measure = partial(measured_experts, recipe, groups)
+            cases.append(Case(f"{title}, {name}", measure, replace(known, recipe=recipe)))
+    worker.run(cases)
 
 
-def measured(make: Callable[[], Layer | Experts]) -> Found:
-    """Measure forward and backward of a layer on the GPU, and after its change on the host."""
-    others, made = free(), make()
-    seconds = gpu_seconds(made.run, made.change_weight)
+def measured_experts(recipe: str, groups: tuple[int, ...]) -> Found:
+    """Measure forward and backward of experts on the GPU, and on the host."""
+    others, made = free(), Experts(recipe, groups, EXPERTS, "cuda")
+    seconds = gpu_seconds(made.run, made.clear)
     peak = torch.cuda.max_memory_allocated() - others
-    host = host_seconds(lambda: (made.change_weight(), made.run()), torch.device("cuda"))
+    host = host_seconds(lambda: (made.clear(), made.run()), torch.device("cuda"))
     return {"readings": seconds, "peak": peak, "values": {"host ms": 1e3 * host}}

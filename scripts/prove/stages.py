@@ -24,18 +24,16 @@ class Stage:
     where: str = "GPUs"
 
 
-CHECKS = ("bits", "bytes")  # their cases decide the exit status
+CHECKS = ("bits", "bytes", "tests")  # their cases decide the exit status
 STAGES = {
     stage.name: stage
     for stage in (
         Stage("facts", 30, "checks:facts", where="always"),
         Stage("bits", 150, "checks:bits", where="always"),
-        Stage("bytes", 40, "checks:bytes_of_steps", where="always"),
+        Stage("bytes", 40, "checks:bytes_of_steps", 150, where="always"),
         Stage("loss", 90, "training:loss", where="always"),
         Stage("time", 330, "speed:time"),
         Stage("tests", 200, "tests:run", 150, alone=True, where="one GPU"),
-        Stage("kernels", 35, "speed:kernels", alone=True, where=""),
-        Stage("layers", 95, "speed:layers", alone=True, where=""),
         Stage("experts", 22, "speed:experts", alone=True, where=""),
         Stage("curve", 540, "training:curve", 540, where=""),
     )

@@ -19,11 +19,12 @@ from scripts.train.train_run import Trainer
 
 # Options by type of device; of stages, also the rows of a batch (at least one per rank).
 SIZES = {"cuda": "--model 124m --lr 6e-4", "cpu": "--model debug --lr 1e-2 --seq-len 64"}
-LOSS = {"cuda": (64, "--seq-len 512 --steps 200 --warmup 20"), "cpu": (8, "--steps 12 --warmup 2")}
+LOSS = {"cuda": (64, "--seq-len 512 --steps 100 --warmup 10 --compile")}
+LOSS["cpu"] = 8, "--steps 12 --warmup 2"
 CURVE = {"cuda": (32, "--seq-len 1024 --warmup 200 --compile"), "cpu": (4, "--warmup 5")}
 RUNS = {BF16: "", f"{BF16}, seed 1": "--seed 1", "tensorwise": "", "rowwise_folded": ""}
 RUNS["tensorwise, float8 gradients"] = "--gradient-transport float8"
-FLOAT8 = "tensorwise"  # beside bf16 in the curve
+BOTH = BF16, "tensorwise"  # recipes of the curve
 MOST_TEXT = {"cuda": 10**8, "cpu": 2**15}  # bytes, which are tokens
 POINTS, CALIBRATED = 100, 10  # of a curve, about; steps, after as many that warm up
 
@@ -58,9 +59,14 @@ def found(worker: Worker, run: Trainer, loss: float, **values: Any) -> dict[str,
 
 def loss(worker: Worker, place: Place) -> None:
     """Compare the last losses of short runs. Another seed of bf16 shows their scatter."""
-    for name, words in RUNS.items():
-        measure = partial(last_loss, worker, name.partition(",")[0], words, place)
-        worker.run([Case(name, measure, Result(recipe=name.removesuffix(", seed 1")))])
+    worker.run(
+        Case(
+            name,
+            partial(last_loss, worker, name.partition(",")[0], words, place),
+            Result(recipe=name.removesuffix(", seed 1")),
+        )
+        for name, words in RUNS.items()
+    )
 
 
 def last_loss(worker: Worker, recipe: str, words: str, place: Place) -> dict[str, Any]:
@@ -76,9 +82,8 @@ def curve(worker: Worker, place: Place) -> None:
     end, corpus = monotonic() + 0.9 * place.seconds, load_packages(MOST_TEXT[place.device.type])
     digest = hashlib.sha256(corpus.text).hexdigest()[:16]
     note = f"{len(corpus.text):,} bytes of {corpus.source}, SHA-256 {digest}"
-    for recipe in (BF16, FLOAT8):
-        measure = partial(losses, worker, recipe, corpus, place, end)
-        worker.run([Case(recipe, measure, Result(recipe=recipe, note=note))])
+    measures = {recipe: partial(losses, worker, recipe, corpus, place, end) for recipe in BOTH}
+    worker.run(Case(r, measure, Result(recipe=r, note=note)) for r, measure in measures.items())
 
 
 def losses(worker: Worker, recipe: str, corpus: Corpus, place: Place, end: float) -> dict[str, Any]:
@@ -90,9 +95,9 @@ def losses(worker: Worker, recipe: str, corpus: Corpus, place: Place, end: float
         return run
 
     known = [r.values["steps"] for r in read(worker.results) if r.stage == "curve" and r.values]
-    if not known:
+    if not min(everyone(known)):
         begin, seconds = monotonic(), 0.0
-        for each in (BF16, FLOAT8):
+        for each in BOTH:
             run = start(each, 2 * CALIBRATED)
             trained(run, range(1, CALIBRATED + 1))
             seconds += max(everyone(trained(run, range(CALIBRATED + 1, 2 * CALIBRATED + 1))[1]))

@@ -23,7 +23,6 @@ from scripts.prove.results import Case, Result, append, read
 from scripts.prove.runner import Place
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYER = "2048 x 4096 x 14336"
 
 needs_cpu_build = pytest.mark.skipif(
     torch.version.cuda is not None, reason="a build of torch for CUDA looks for its driver"
@@ -212,17 +211,14 @@ checks.OURS, checks.PACKED, checks.SUMS = ("tensorwise",), (), {{"tensorwise": "
 recorder = types.SimpleNamespace(write=lambda: None)
 checks.record = lambda *_, layers: contextlib.nullcontext(recorder)
 checks.replayed, checks.digest = lambda folder: (1, ""), lambda model: "none"
-layer_of, build = speed.layer_of, speed.build
+build = speed.build
 
 def builds(name, *of, compiled, **how):
+    assert name != "rowwise_folded", "planted"
     return build(name, *of, compiled=compiled and name.endswith("tensorwise"), **how)
 
-def fails(name, *args):
-    assert name != "rowwise_folded", "planted"
-    return layer_of(name, *args)
-
-speed.layer_of, speed.build, speed.OURS = fails, builds, ("tensorwise", "rowwise_folded")
-speed.ROWS, speed.ORDER, speed.TORCHAO = (2048,), (("debug", 64),), speed.TORCHAO[:1]
+speed.build = builds
+speed.ORDER, speed.TORCHAO = (("debug", 64),), speed.TORCHAO[:1]
 for options in (training.LOSS, training.CURVE, training.SIZES):
     options["cuda"] = options["cpu"]
 training.MOST_TEXT["cuda"], training.CALIBRATED = 2**11, 1
@@ -233,7 +229,7 @@ training.RUNS = {{"bf16": "", "bf16, seed 1": "--seed nothing", "tensorwise": ""
 @needs_cpu_build
 def test_a_rehearsal(tmp_path: Path) -> None:
     """Run each stage with one rank. A case that fails costs no other case its result."""
-    stages = "facts", "bits", "bytes", "time", "loss", "curve", "kernels", "layers", "experts"
+    stages = "facts", "bits", "bytes", "time", "loss", "curve", "experts"
     results = run(REHEARSAL, tmp_path, PLANTED, *stages)
     names = {stage: [result.name for result in results[stage]] for stage in stages}
     assert errors(results["facts"]) == errors(results["bytes"]) == errors(results["bits"]) == {}
@@ -244,23 +240,14 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     modes = [f"{name}, {mode}" for mode in ("graph", "eager") for name in ("bf16", "tensorwise")]
     steps = [*(f"{name}, compiled" for name in compiled), *modes, "bf16, compiled, again"]
     assert names["time"] == [f"{shape}, {step}" for step in steps]
-    assert errors(results["time"]) == {}
+    planted = {f"{shape}, rowwise_folded, compiled": "AssertionError: planted"}
+    assert errors(results["time"]) == planted
     assert {*errors(results["loss"])} == {"bf16, seed 1"}
     assert names["loss"] == ["bf16", "bf16, seed 1", "tensorwise"]
     assert [result.values["steps"] for result in results["curve"]] == [8, 8]
-    assert results["kernels"][0].bytes == 2**31
-    assert names["kernels"] == ["copy, first", "tensorwise", "rowwise_folded", "copy, last"]
-    assert re.search(r"_cast 1000.0 us [\d,]+ GB/s", results["kernels"][1].note)
-    assert errors(results["kernels"]) == {"rowwise_folded": "AssertionError: planted"}
-    both = [f"{LAYER}, {name}{kind}" for name in compiled for kind in ("", ", compiled")]
-    layers = [name for name in both if "torchao" not in name or "compiled" in name]
-    assert sorted(names["layers"]) == sorted([*layers, f"{LAYER}, bf16, again"])
-    planted = [f"{LAYER}, rowwise_folded{kind}" for kind in ("", ", compiled")]
-    assert errors(results["layers"]) == dict.fromkeys(planted, "AssertionError: planted")
-    assert results["layers"][1].compiled
-    assert results["layers"][1].values["host ms"] > 0
     assert {result.recipe for result in results["experts"]} >= {"bf16", "tensorwise"}
     assert errors(results["experts"]) == {}
+    assert results["experts"][0].values["host ms"] > 0
 
 
 TESTS = """

@@ -26,7 +26,7 @@ def planned(commands: list[str]) -> dict[str, dict[str, str]]:
     dist.destroy_process_group()
     plans = [plan for command in commands for plan in plans_of(parse_args(command.split()))]
     with fake_world(plans[0].ranks):
-        return {plan.name: figures(plan) for plan in dict.fromkeys(plans)}
+        return {plan.name: figures(plan) for plan in {plan.name: plan for plan in plans}.values()}
 
 
 def figures(plan: Plan) -> dict[str, str]:

@@ -47,6 +47,41 @@ def wrong_byte() -> None:
     )
 
 
+def wrong_byte_of_one_rank() -> None:
+    """Report another count of collectives on rank 1."""
+    run, here = checks.run_step, RANK == 1
+
+    def changed(*args: Any, **options: Any) -> Any:
+        found = run(*args, **options)
+        found.collectives = [row._replace(count=row.count + here) for row in found.collectives]
+        return found
+
+    checks.run_step = changed
+
+
+def wrong_sum() -> None:
+    """Train faster on two ranks than on one."""
+
+    class Faster(checks.Trainer):
+        def learning_rate(self, step: int) -> float:
+            return super().learning_rate(step) * self.args.dp
+
+    checks.Trainer = Faster
+
+
+def wrong_compiled() -> None:
+    """Change what a compiled model computes."""
+    build = checks.build
+
+    def changed(*args: Any, compiled: Any, **options: Any) -> Any:
+        model = build(*args, compiled=compiled, **options)
+        if compiled:
+            model.register_forward_hook(lambda module, inputs, output: output * 1.5)
+        return model
+
+    checks.build = changed
+
+
 def crash() -> None:
     """End rank 1 by a signal."""
     change("rowwise_folded", lambda: os.kill(os.getpid(), signal.SIGSEGV))
