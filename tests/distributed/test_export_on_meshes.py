@@ -146,6 +146,25 @@ def test_mxfp4_is_that_of_one_device(recipe: str, is_stored: bool) -> list[str]:
     return [name for each in (parts, whole, stream) for name in differences(each, one_device)]
 
 
+def beside_mxfp4() -> Net:
+    """The first layer is stored in blocks of 1 x 32, and the others in tensorwise float8."""
+    net = converted("tensorwise", **CUT).requires_grad_(False)
+    is_first = lambda _, fqn: fqn == "layers.0.w1"  # noqa: E731
+    freeze_to_float8(net, module_filter_fn=is_first, format="mxfp4", block_size=(1, 32))
+    freeze_to_float8(net, module_filter_fn=lambda *args: not is_first(*args))
+    return net
+
+
+@on_ranks(4, returns=[])
+def test_stored_weights_beside_mxfp4_are_those_of_one_device() -> list[str]:
+    one_device = float8_state_dict(beside_mxfp4(), format="mxfp4")
+    names = {name for name, tensor in one_device.items() if tensor.dtype is torch.uint8}
+    assert names == {"layers.0.w1.weight_blocks", "layers.0.w1.weight_scales"}
+    net = sharded(beside_mxfp4(), BOTH)
+    states = [float8_state_dict(net, full_state_dict=f, format="mxfp4") for f in (True, False)]
+    return [name for state in states for name in differences(state, one_device)]
+
+
 @on_ranks(4)
 def test_what_mxfp4_lacks_is_refused_on_all_ranks() -> None:
     net = sharded(in_mxfp4("mxfp8", False, dim=64, hidden=96, layers=1), BOTH)
