@@ -92,7 +92,8 @@ def differing_between_nodes(steps: int, *arguments: Any, **options: Any) -> list
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_weights_do_not_depend_on_the_number_of_nodes(ranks: RankPools, transport: str) -> None:
     assert ranks(8).run_same(differing_between_nodes, 2, "tensorwise", transport) == [[]] * 3
-    assert ranks(8).run_same(differing_from_one_hop, transport)
+    if transport != "fp32":  # in which a few bf16 gradients may be summed exactly in any order
+        assert ranks(8).run_same(differing_from_one_hop, transport)
 
 
 def differing_from_one_hop(transport: str) -> list[str]:
