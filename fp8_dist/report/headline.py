@@ -14,6 +14,7 @@ from fp8_dist.debug.replay.comparisons import rank_names
 from fp8_dist.debug.replay.findings import Replay
 from fp8_dist.debug.rows import product
 from fp8_dist.report.data import JsonRow, Run
+from fp8_dist.text import progress
 
 MAX_REPLAYED = 2 << 30  # the size in bytes of the largest recording that a report replays
 
@@ -173,6 +174,7 @@ def _faults_in_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault
         size = sum(path.stat().st_size for path in folder.glob("rank*.pt"))
         if size > MAX_REPLAYED:
             raise ValueError(f"it has {size / 2**30:.1f} GiB, so that is left to the command")
+        progress(f"replaying {folder}")
         findings = Replay(folder).findings[:1]
     except (OSError, ValueError) as error:
         notes.append(f"{folder} was not replayed: {error}")

@@ -16,7 +16,6 @@ from fp8_dist.debug.replay import comparisons
 from fp8_dist.debug.replay.comparisons import Cast, Element
 from fp8_dist.debug.rows import AnomalyLimits, CastStats, FirstAnomalies
 from fp8_dist.recipe import GEMM_OPERANDS
-from fp8_dist.text import progress
 
 
 class Finding(NamedTuple):
@@ -65,7 +64,6 @@ class Replay:
     """
 
     def __init__(self, folder: Path) -> None:
-        progress(f"replaying {folder}")
         self.files, self.checked = _load(folder), Counter[str]()
         threads = torch.get_num_threads()
         try:

@@ -8,6 +8,7 @@ from fp8_dist.debug.recording import recordings_in
 from fp8_dist.debug.replay.comparisons import Cast, rank_names
 from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.debug.rows import table
+from fp8_dist.text import progress
 
 _FURTHER = 9  # findings after the first one that are printed
 
@@ -17,6 +18,7 @@ def show(folder: Path) -> list[Finding]:
     recordings = recordings_in(folder)
     complete = [path for path in recordings if not path.suffix]  # not .incomplete
     first, *others = complete or recordings or [folder]
+    progress(f"replaying {first}")
     replay = Replay(first)
     print(first, *others, sep="\nnot shown: ")
     text = page(replay)
