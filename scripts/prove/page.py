@@ -91,7 +91,7 @@ def counts(results: Sequence[Result]) -> str:
 
 
 def fails(results: Sequence[Result], stages: Iterable[str]) -> bool:
-    """Whether something is wrong, or a check of bits or bytes among the stages did not end."""
+    """Whether something is wrong, or a case of a check among the stages has no result."""
     for stage in {*CHECKS}.intersection(stages):
         found = [r for r in results if r.stage == stage]
         if not found or missing(found) or any(r.error for r in found):
