@@ -74,7 +74,7 @@ def test_the_runs_and_their_comparison(text: Path) -> None:
     found = sizes.findall(done.stdout)
     assert len(found) == 3
     assert found == sizes.findall(page)
-    for line in ("send 0.56 of", "sends 0.78 of", "sends 0.49."):
+    for line in ("send 0.56 of", "sends 0.78,", "sends 0.49."):
         assert line in page
     for name in ("bf16/metrics.jsonl", "tensorwise-float8-sums/comm.txt", "report.html"):
         assert Path("base", name).stat().st_size > 0
