@@ -3,8 +3,8 @@
 #   bash scripts/prove.sh [options of scripts.prove; --help lists them]
 # Creates the environment on first use (see scripts/env.sh). Results: runs/prove.
 #   RANKS   the number of ranks (default: one per GPU)
-#   PY      an interpreter, used as it is. It needs torch 2.11 or later, tqdm and numpy; torchao for
-#           its times; for the stage "tests" pytest, pytest-xdist, expecttest, hypothesis and psutil
+#   PY      an interpreter, used as it is. It needs torch 2.11 or later, numpy, psutil and tqdm;
+#           torchao for its times; for the stage "tests" pytest, pytest-xdist, expecttest, hypothesis
 set -euo pipefail
 unset CDPATH
 given="${PY:-}"

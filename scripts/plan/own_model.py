@@ -1,5 +1,6 @@
 """A user's model, given as MODULE:FUNCTION, in place of the reference Llama."""
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,7 +11,6 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist import skip_head
 from fp8_dist.doctor.models import build_model
-from fp8_dist.integrations.transformers import hf_tp_plan
 from fp8_dist.tensor_parallel import apply_tp_plan
 from fp8_dist.transport import Encoding
 from scripts.common.models import convert
@@ -43,8 +43,10 @@ def converted(
     """
     model = make(name)
     convert(variant, model, True, skip_head(model))
-    plan = hf_tp_plan(model, reduce_transport=reduce_transport) if tp > 1 else {}
-    return model, plan
+    if tp == 1:
+        return model, {}
+    integration = import_module("fp8_dist.integrations.transformers")  # is optional
+    return model, integration.hf_tp_plan(model, reduce_transport=reduce_transport)
 
 
 def build(variant: str, name: str, mesh: DeviceMesh, reduce_transport: Encoding) -> nn.Module:

@@ -20,7 +20,7 @@ from scripts.train.train_run import Trainer
 # Options by type of device; of stages, also the rows of a batch (at least one per rank).
 SIZES = {"cuda": "--model 124m --lr 6e-4", "cpu": "--model debug --lr 1e-2 --seq-len 64"}
 LOSS = {"cuda": (64, "--seq-len 512 --steps 100 --warmup 10 --compile")}
-LOSS["cpu"] = 8, "--steps 12 --warmup 2"
+LOSS["cpu"] = 8, "--steps 8 --warmup 2"
 CURVE = {"cuda": (32, "--seq-len 1024 --warmup 200 --compile"), "cpu": (4, "--warmup 5")}
 RUNS = {BF16: "", f"{BF16}, seed 1": "--seed 1", "tensorwise": "", "rowwise_folded": ""}
 RUNS["tensorwise, float8 gradients"] = "--gradient-transport float8"
