@@ -12,8 +12,7 @@ from scripts.prove.stages import STAGES
 def run(args: argparse.Namespace) -> int:
     runner = Runner(args.out, args.seconds)
     on_gpus = runner.has_gpu()
-    if not on_gpus:  # once for all processes; with GPUs this would use them, which forbids forks
-        import_module("scripts.prove.checks")
+    import_module("scripts.prove.checks")  # once, for the processes of all stages
     here = {"always", *["GPUs"] * on_gpus, *["one GPU"] * (on_gpus and runner.ranks == 1)}
     usual = (stage.name for stage in STAGES.values() if stage.where in here)
     chosen = [*dict.fromkeys(args.only or usual)]

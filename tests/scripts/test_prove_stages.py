@@ -85,13 +85,23 @@ def test_steps_and_collectives_of_two_ranks(tmp_path: Path) -> None:
     assert all(len(result.readings) == 1 for result in results)
 
 
+IMPORTS = "from scripts.prove import checks, run, speed, training"
+
+
 def test_optional_packages_are_not_needed() -> None:
     """Stages other than `tests` need torch, numpy, psutil and tqdm alone."""
     absent = ["accelerate", "jinja2", "matplotlib", "peft", "pytest", "torchao", "transformers"]
-    modules = ["run", "checks", "training", "speed"]
-    program = f"import sys; sys.modules.update(dict.fromkeys({absent}))"
-    program += "".join(f"; import scripts.prove.{module}" for module in modules)
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); {IMPORTS}"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_imports_use_no_gpu() -> None:
+    """The ranks of the launcher import the stages, and could not fork after they used a GPU."""
+    program = "import torch; torch.cuda.is_available, torch.cuda._lazy_init = (lambda: True), exit"
+    program += f"; torch.cuda.device_count = lambda: 1; {IMPORTS}; print('imported')"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "imported\n"
 
 
 def test_losses_of_two_ranks(tmp_path: Path) -> None:
