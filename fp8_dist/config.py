@@ -17,7 +17,7 @@ import torch
 from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
 from fp8_dist.recipe_names import Float8LinearRecipeName as Float8LinearRecipeName
-from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Mxfp4, Scheme
+from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Mxfp4, Scheme, Unscaled
 from fp8_dist.text import wrong_type
 
 
@@ -390,7 +390,9 @@ class Float8LinearConfig:
         """Return the config of a ready-made recipe.
 
         Args:
-            recipe_name: a :class:`Float8LinearRecipeName` or its value.
+            recipe_name: a :class:`Float8LinearRecipeName` or its value; or ``"bf16"``: nothing is
+                cast, and GEMMs are in bf16, for weights that alone are stored in few bits
+                (:func:`fp8_dist.freeze_to_float8`).
             scale_format: the ``scale_format`` of the casts of input and weight, for BLOCKWISE (see
                 :class:`CastConfig`). The scales of grad_output remain powers of two, so that
                 grad_weight needs no second rounding.
@@ -408,17 +410,16 @@ class Float8LinearConfig:
                 the fields do not go together.
             TypeError: there is no such field, or a field has the wrong type.
         """
-        names = [recipe.value for recipe in Float8LinearRecipeName]
+        names = [*_RECIPES]
         name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
         if name not in names:
             raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
         cast_arguments = "scale_format, weight_source, weight_format and weight_block_size"
         check_field_names(Float8LinearConfig, fields, cast_arguments)
-        recipe = Float8LinearRecipeName(name)
-        found = _RECIPES[recipe]()
-        if scale_format != "ue8m0" and recipe is not Float8LinearRecipeName.BLOCKWISE:
+        found = _RECIPES[name]()
+        if scale_format != "ue8m0" and name != "blockwise":
             raise ValueError(
-                f"the recipe {recipe.value} has no scale_format={scale_format!r}: it is for the "
+                f"the recipe {name} has no scale_format={scale_format!r}: it is for the "
                 "recipe blockwise; drop it"
             )
         input = replace(found.cast_config_input, scale_format=scale_format)
@@ -516,12 +517,13 @@ def _rowwise_with_gw_hp() -> Float8LinearConfig:
     )
 
 
-_RECIPES: dict[Float8LinearRecipeName, Callable[[], Float8LinearConfig]] = {
-    Float8LinearRecipeName.TENSORWISE: Float8LinearConfig,
-    Float8LinearRecipeName.ROWWISE: _rowwise,
-    Float8LinearRecipeName.ROWWISE_WITH_GW_HP: _rowwise_with_gw_hp,
-    Float8LinearRecipeName.ROWWISE_FOLDED: partial(_rowwise, fold_row_scales=True),
-    Float8LinearRecipeName.BLOCKWISE: partial(_blocks, 128),
-    Float8LinearRecipeName.MXFP8: partial(_blocks, 32, scale_rule="ceil"),
-    Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),
+_RECIPES: dict[str, Callable[[], Float8LinearConfig]] = {
+    "tensorwise": Float8LinearConfig,
+    "rowwise": _rowwise,
+    "rowwise_with_gw_hp": _rowwise_with_gw_hp,
+    "rowwise_folded": partial(_rowwise, fold_row_scales=True),
+    "blockwise": partial(_blocks, 128),
+    "mxfp8": partial(_blocks, 32, scale_rule="ceil"),
+    "delayed": lambda: _alike(CastConfig(ScalingType.DELAYED)),
+    "bf16": lambda: _alike(CastConfig(scaling_granularity=Unscaled())),
 }

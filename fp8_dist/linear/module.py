@@ -379,7 +379,7 @@ def _plain_class(cls: Any) -> Any:
 def config_text(config: Float8LinearConfig) -> str:
     """The recipe, the options that differ from it, and the float8 gathers."""
     named = Float8LinearConfig.from_recipe_name
-    recipes = {name.value: named(name) for name in Float8LinearRecipeName}
+    recipes = {n: named(n) for n in ("bf16", *(name.value for name in Float8LinearRecipeName))}
     if config.cast_config_weight.format == "mxfp4":
         names = "blockwise", "mxfp8"
         recipes = {f"{n}, weight_format=mxfp4": named(n, weight_format="mxfp4") for n in names}

@@ -69,9 +69,8 @@ def freeze_to_float8(
             of a recipe with such blocks, and otherwise ``"floor"``. Each GEMM dequantizes
             them, which is exact, and takes the recipe's cast of these values, so the layer has the
             bits of one with the dequantized weight. For GEMMs in bf16, convert experts with
-            ``Float8ExpertsConfig(recipe=None)``, and layers with casts whose
-            ``scaling_granularity`` is :class:`fp8_dist.scaling.Unscaled`. ``None``: the weights are
-            stored as they are multiplied.
+            ``Float8ExpertsConfig(recipe=None)``, and linear layers with the recipe ``"bf16"``.
+            ``None``: the weights are stored as they are multiplied.
 
     Returns:
         The FQNs of all weights in ``module`` that are stored in float8.

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from fp8_dist.config import CastConfig, Float8LinearConfig, Format, check_field_names, check_fields
 from fp8_dist.device import e4m3
 from fp8_dist.recipe_names import ExpertsRecipe as ExpertsRecipe
-from fp8_dist.scaling import Dense, Scheme, Unscaled, covering
+from fp8_dist.scaling import Dense, Scheme, covering
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,13 @@ class Float8ExpertsConfig:
                 f"Float8ExpertsConfig: recipe={self.recipe!r} does not take {', '.join(given)}; "
                 "drop it, or use the recipe 'blockwise' or 'mxfp8'"
             )
-        if self.recipe is None or self.recipe == "tensorwise":
-            schemes: list[Scheme] = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
-            schemes = schemes if self.recipe else [Unscaled()] * 2
+        if self.recipe == "tensorwise":
+            schemes = [Dense(e4m3(), per, True) for per in ("row", "matrix")]
             row, matrix = (CastConfig(scaling_granularity=scheme) for scheme in schemes)
             linear = Float8LinearConfig(row, None, matrix, None, row)
         else:
             linear = Float8LinearConfig.from_recipe_name(
-                self.recipe, weight_format=self.weight_format, weight_block_size=size
+                self.recipe or "bf16", weight_format=self.weight_format, weight_block_size=size
             )
         linear = replace(
             linear,

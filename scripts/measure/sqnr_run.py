@@ -26,7 +26,6 @@ from fp8_dist import (
     freeze_to_float8,
 )
 from fp8_dist.operand.cast import cast_to_float8
-from fp8_dist.scaling import Unscaled
 from scripts.common.candidates import config_of
 from scripts.common.corpus import load_corpus
 from scripts.common.llama import MODELS, Llama
@@ -261,9 +260,8 @@ def weights_table(weights: Sequence[Tensor]) -> str:
 
 def stored_table(recorded: Iterable[Operands]) -> str:
     """The SQNR of GEMMs of frozen weights in MXFP4 blocks of 1 x 32, against the stored values."""
-    unscaled = CastConfig(scaling_granularity=Unscaled())
-    ways = {name: config_of(name) for name in ("mxfp8", "blockwise", "tensorwise")}
-    ways["bf16"] = Float8LinearConfig(unscaled, None, unscaled, None, unscaled)
+    names = "mxfp8", "blockwise", "tensorwise", "bf16"
+    ways = {name: Float8LinearConfig.from_recipe_name(name) for name in names}
     found: dict[str, list[list[float]]] = {name: [[], []] for name in ways}
     for (x, w, g), (name, config) in itertools.product(recorded, ways.items()):
         linear = nn.Linear(*w.shape[::-1], bias=False)

@@ -7,16 +7,13 @@ import torch.nn as nn
 from reference import same_bits
 
 from fp8_dist import (
-    CastConfig,
     Float8LinearConfig,
     convert_to_float8_training,
     float8_layers,
     freeze_to_float8,
 )
-from fp8_dist.scaling import Unscaled
 
 named = Float8LinearConfig.from_recipe_name
-_UNSCALED = CastConfig(scaling_granularity=Unscaled())
 CONFIGS = {
     "tensorwise": named("tensorwise"),
     "rowwise_folded": named("rowwise_folded"),
@@ -33,7 +30,7 @@ RELEASED = {
     "1 x 32 of rowwise": named("rowwise"),
     "1 x 32 of rowwise_folded": named("rowwise_folded"),
     "1 x 32 of delayed": named("delayed"),
-    "1 x 32 in bf16": Float8LinearConfig(_UNSCALED, None, _UNSCALED, None, _UNSCALED),
+    "1 x 32 in bf16": named("bf16"),
 }
 Run = tuple[torch.Tensor, ...]
 
