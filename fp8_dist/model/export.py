@@ -6,7 +6,9 @@ The format ``"float8"`` is that of Hugging Face's FP8 block checkpoints. Despite
 The format ``"mxfp4"`` is that of GPT-OSS's checkpoints, for weights of MXFP4. ``NAME_blocks``,
 uint8 ``[..., N, K / 32, 16]``, has the codes of 32 values of a row in each 16 bytes.
 ``NAME_scales``, uint8 ``[..., N, K / 32]``, has the exponent of each such block, with a bias of
-127. A cast has square blocks, so the rows of a square have the same exponents.
+127. A cast has square blocks, so the rows of a square have the same exponents. Matrices of single
+experts, ``NAME.weight``, are saved as those of DeepSeek-V4: the same codes are int8 ``[N, K / 2]``,
+and the exponents ``NAME.scale``, e8m0 ``[N, K / 32]``.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -278,7 +280,11 @@ def _entries(
             for x in (tensor, scales)
         )
         for name, data in data_parts.items():
-            if packs:
+            if packs and isinstance(weight, ExpertWeight) and name.endswith(".weight"):
+                yield WeightEntry(name, data.flatten(-2).view(torch.int8), None)
+                exponents = scale_parts[name].view(torch.float8_e8m0fnu)
+                yield WeightEntry(f"{name.removesuffix('weight')}scale", exponents, None)
+            elif packs:
                 yield WeightEntry(f"{name}_blocks", data, None)
                 yield WeightEntry(f"{name}_scales", scale_parts[name], None)
             else:

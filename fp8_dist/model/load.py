@@ -3,8 +3,9 @@
 The format is that of :mod:`fp8_dist.model.export`, and of the checkpoints of DeepSeek and Qwen.
 Those of compressed-tensors and ModelOpt are read too. In all of them a weight is its float8 data
 times its scales. In GPT-OSS's MXFP4 checkpoints, the data is ``NAME_blocks``, uint8 ``[..., N,
-K / 32, 16]``, and the exponents are ``NAME_scales``, uint8 ``[..., N, K / 32]``. Entries that could
-mean something else raise an error that names them.
+K / 32, 16]``, and the exponents are ``NAME_scales``, uint8 ``[..., N, K / 32]``. In those of
+DeepSeek-V4 they are ``NAME.weight``, int8 ``[N, K / 2]``, and ``NAME.scale``, e8m0 ``[N, K / 32]``.
+Entries that could mean something else raise an error that names them.
 """
 
 import json
@@ -82,6 +83,22 @@ class _Mxfp4(NamedTuple):
         return data.mT if self.is_transposed else data
 
 
+class _Rows(NamedTuple):
+    """MXFP4 codes ``[N, K / 2]`` in a file, which are read as blocks ``[N, K / 32, 16]``."""
+
+    codes: Any
+
+    def get_shape(self) -> list[int]:
+        *others, size = self.codes.get_shape()
+        return [*others, 2 * size // _GROUP, _GROUP // 2]
+
+    def __getitem__(self, index: Index) -> Tensor:
+        *others, groups = index
+        first, end = (n * _GROUP // 2 for n in (groups.start, groups.stop))
+        codes: Tensor = self.codes[(*others, slice(first, end))]
+        return codes.view(torch.uint8).unflatten(-1, (-1, _GROUP // 2))
+
+
 class _Exponents(NamedTuple):
     """The exponents of MXFP4 blocks in a file, which are read as e8m0."""
 
@@ -115,6 +132,12 @@ class _Files(dict[str, Any]):
             name, kind = key.removesuffix("_blocks"), str(entries[key].get_dtype())
             if f"{name}_scales" in entries or (kind == "U8" and len(entries[key].get_shape()) > 2):
                 self._join(key, name)
+        for scales in [key for key in entries if key.endswith(".scale")]:
+            if (key := f"{scales.removesuffix('scale')}weight") in entries:
+                if self.dtype(key) == "I8":
+                    self._view_rows(key, scales)
+                if self.float8(key):
+                    self.companions[key] = [scales]
         for key in entries:
             for separator in re.finditer("[._]", key):
                 owner, ending = key[: separator.start()], key[separator.start() :]
@@ -138,9 +161,20 @@ class _Files(dict[str, Any]):
         self[name], self[f"{name}_scales"] = _Mxfp4(blocks), _Exponents(scales)
         self.companions[name] = [f"{name}_scales"]
 
+    def _view_rows(self, key: str, scales: str) -> None:
+        """Replace MXFP4 codes ``key``, in rows, and their scales by what is read of them."""
+        shape, counted, kind = self.shape(key), self.shape(scales), self.dtype(scales)
+        if kind != "F8_E8M0" or shape != (*counted[:-1], counted[-1] * _GROUP // 2):
+            raise ValueError(
+                f"load_float8_checkpoint: {key} is I8 {list(shape)}, and {scales} is {kind} "
+                f"{list(counted)}. MXFP4 in DeepSeek-V4's layout has weights I8 [N, K / 2] and "
+                "scales F8_E8M0 [N, K / 32]; save the checkpoint in this layout"
+            )
+        self[key], self[scales] = _Mxfp4(_Rows(self[key])), _Exponents(self[scales])
+
     def transpose(self, key: str) -> None:
         """Read an entry in MXFP4 as ``[..., K, N]``."""
-        scales = f"{key}_scales"
+        scales = self.scales(key)
         self[key] = self[key]._replace(is_transposed=True)
         self[scales] = self[scales]._replace(is_transposed=True)
 
@@ -165,6 +199,7 @@ class _Files(dict[str, Any]):
             ValueError: there are none, or several, or they have another name.
         """
         companions, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
+        known += [key.removesuffix("weight") + "scale"] if key.endswith(".weight") else []
         if self.dtype(key) == _MXFP4:
             return companions[0]
         if len(companions) != 1 or companions[0] not in known:
@@ -196,23 +231,25 @@ def load_float8_checkpoint(
     first.
 
     The scales of ``NAME`` are ``NAME_scale_inv``, or ``NAME_scale`` as compressed-tensors and
-    ModelOpt write them. One scale is ``[]``, ``[1]`` or ``[1, 1]``, those of rows are ``[N]`` or
-    ``[N, 1]``, and those of square blocks of 128, 64, 32 or 16 values
-    ``[ceil(N / 128), ceil(K / 128)]``. Scales of activations and of KV caches (``input_scale``,
-    ``activation_scale``, ``k_scale``), which serve static inference, are not read: training has no
-    use for them. They are not among the unexpected names.
+    ModelOpt write them; those of ``LAYER.weight`` may also be ``LAYER.scale``, as DeepSeek writes
+    them. One scale is ``[]``, ``[1]`` or ``[1, 1]``, those of rows are ``[N]`` or ``[N, 1]``, and
+    those of square blocks of 128, 64, 32 or 16 values ``[ceil(N / 128), ceil(K / 128)]``. Scales of
+    activations and of KV caches (``input_scale``, ``activation_scale``, ``k_scale``), which serve
+    static inference, are not read: training has no use for them. They are not among the unexpected
+    names.
 
     A large model is made on the meta device, converted, frozen and distributed there, and given
     memory by ``model.to_empty(device="cuda")`` before this call (``docs/frozen.md``).
 
-    In MXFP4 checkpoints of GPT-OSS, ``NAME_blocks`` and ``NAME_scales`` are the weight ``NAME``.
-    Weights that are stored in blocks of 1 x 32 get their codes and exponents, and others their
-    values.
+    In MXFP4 checkpoints of GPT-OSS, ``NAME_blocks`` and ``NAME_scales`` are the weight ``NAME``; in
+    those of DeepSeek-V4, ``NAME.weight`` in int8 and ``NAME.scale`` are. Weights that are stored in
+    blocks of 1 x 32 get their codes and exponents, and others their values.
 
     Args:
         model: a model with or without converted layers. For a DDP model, names lack the wrapper.
             For one with PEFT's adapters, pass ``get_base_model()``; names lack ``base_layer``, and
-            the adapters are missing (``strict=False``).
+            the adapters are missing (``strict=False``). For one of transformers, they may lack the
+            prefix of the base model.
         files: a directory with ``*.safetensors`` files (and perhaps an index), one file, or several
             files that have different names. Needs the package ``safetensors``.
         strict: raise for names of the model that the files lack, and for names that only they have.
@@ -326,7 +363,9 @@ def _listed(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     """Return the tensors of a model with their entries, and the names that the files lack."""
-    weights = {_own_name(key, files): weight for key, weight in weights_by_key(module).items()}
+    prefix = f"{getattr(module, 'base_model_prefix', '')}."  # of transformers' models
+    base = "" if any(key.startswith(prefix) for key in files) else prefix
+    weights = {_own_name(k, files, base): weight for k, weight in weights_by_key(module).items()}
     # If checkpoints have other names for experts, they may have other names for routers, too.
     experts = next((w for w in weights.values() if isinstance(w, ExpertWeight)), None)
     parts: dict[int, _Part] = {}
@@ -334,7 +373,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     for fqn, tensor in module.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor) or isinstance(local_tensor(tensor), StoredScales):
             continue
-        name = _own_name(without_wrappers(fqn), files)
+        name = _own_name(without_wrappers(fqn), files, base)
         weight = weights.get(name)
         if experts is not None and name not in files and not isinstance(weight, ExpertWeight):
             empty = torch.empty(tensor.shape, device="meta")
@@ -357,9 +396,13 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
     return list(parts.values()), [key for key, owner in missing.items() if owner not in parts]
 
 
-def _own_name(key: str, files: _Files) -> str:
-    """The name of a parameter before PEFT put adapters around its module, unless files have it."""
-    return key if key in files else ".".join(p for p in key.split(".") if p != "base_layer")
+def _own_name(key: str, files: _Files, base: str) -> str:
+    """The name of a parameter before PEFT put adapters around its module, unless files have it.
+
+    ``base``: the prefix of names that files of the base model lack.
+    """
+    name = key.removeprefix(base)
+    return key if key in files else ".".join(p for p in name.split(".") if p != "base_layer")
 
 
 def _entries_of(

@@ -27,7 +27,7 @@ from transformers import (
     Mxfp4Config,
 )
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -267,9 +267,9 @@ def test_experts_in_mxfp4_are_entries_of_their_own(monkeypatch: pytest.MonkeyPat
     state, plain = float8_state_dict(model, format="mxfp4"), float8_state_dict(model)
     for name in (name for name in plain if f"{name}_scale_inv" in plain):
         scales = plain[f"{name}_scale_inv"].repeat_interleave(32, 0).repeat_interleave(32, 1)
-        blocks, exponents = (state.pop(f"{name}_{end}") for end in ("blocks", "scales"))
-        read = convert_moe_packed_tensors(blocks[None], exponents[None], dtype=torch.float32)[0]
-        assert same_bits(read.t().contiguous(), plain[name].float() * scales)
+        codes, exponents = state.pop(name), state.pop(f"{name.removesuffix('weight')}scale")
+        read = Fp8Dequantize(None)._dequantize_one(codes, exponents, torch.float32)
+        assert same_bits(read, plain[name].float() * scales)
     assert not any("experts" in name for name in state)
     monkeypatch.setattr(type(ADAPTER), "entries", lambda _, __, name, x: {name: x.transpose(1, 2)})
     text = raised(ValueError, lambda: float8_state_dict(model, format="mxfp4"))
