@@ -13,6 +13,7 @@ from reference import raised, same_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from transformers import (
     AutoModelForCausalLM,
@@ -113,9 +114,10 @@ def loaded(folder: str | Path, way: str, like: Any = None, freezes: bool = True)
     if way == "EP":
         for experts in float8_experts(model).values():
             parallelize_module(experts, device_mesh(ep=2), Float8ExpertParallel())
-    elif way == "FSDP2":
+    elif way != "one device":
+        dim = Shard(2 if way == "FSDP2 by columns" else 0)
         for experts in float8_experts(model).values():
-            fully_shard(experts, mesh=device_mesh(dp=2))
+            fully_shard(experts, mesh=device_mesh(dp=2), shard_placement_fn=lambda _: dim)
     for parameter in model.parameters():
         getattr(local_tensor(parameter), "plain", parameter).detach().zero_()
     assert load_float8_checkpoint(model, folder) == ([], [])
@@ -142,7 +144,7 @@ def differences(folder: str, way: str, freezes: bool = True) -> list[str]:
 def test_logits_and_saved_bytes(folder: Path, ranks: RankPools) -> None:
     assert differences(str(folder), "one device") == []
     assert differences(str(folder), "one device", freezes=False) == []
-    for way in ("FSDP2", "EP"):
+    for way in ("FSDP2", "FSDP2 by columns", "EP"):
         assert ranks(2).run_same(differences, str(folder), way) == [], way
 
 
