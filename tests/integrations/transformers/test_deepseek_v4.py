@@ -148,6 +148,14 @@ def test_logits_and_saved_bytes(folder: Path, ranks: RankPools) -> None:
         assert ranks(2).run_same(differences, str(folder), way) == [], way
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_saved_is_loaded_again(folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder, "one device")
+    save_file(float8_state_dict(model, format="mxfp4"), tmp_path / "model.safetensors")
+    again = loaded(tmp_path, "one device")
+    assert all(map(same_bits, *(map(plain_of, x.parameters()) for x in (model, again))))
+
+
 W1 = "layers.1.ffn.experts.2.w1"
 
 
