@@ -23,7 +23,15 @@ from transformers import (
 )
 from transformers.core_model_loading import revert_weight_conversion
 
-from fp8_dist import float8_state_dict, freeze_to_float8, load_float8_checkpoint
+from fp8_dist import (
+    Float8LinearConfig,
+    convert_to_float8_training,
+    dequantized,
+    float8_layers,
+    float8_state_dict,
+    freeze_to_float8,
+    load_float8_checkpoint,
+)
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
@@ -154,6 +162,23 @@ def test_what_is_saved_is_loaded_again(folder: Path, tmp_path: Path) -> None:
     save_file(float8_state_dict(model, format="mxfp4"), tmp_path / "model.safetensors")
     again = loaded(tmp_path, "one device")
     assert all(map(same_bits, *(map(plain_of, x.parameters()) for x in (model, again))))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dense_weights_stay_in_float8(folder: Path) -> None:
+    theirs = of_transformers(folder)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    convert_experts_to_float8_training(model, config=Float8ExpertsConfig("blockwise"))
+    config = Float8LinearConfig.from_recipe_name("blockwise")
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, fqn: ".shared_experts." in fqn
+    )
+    shared = freeze_to_float8(model, module_filter_fn=lambda _, fqn: ".shared_experts." in fqn)
+    assert len(shared) == 6
+    load_float8_checkpoint(model, folder)
+    for name, layer in float8_layers(model).items():
+        assert same_bits(dequantized(layer), theirs.get_parameter(f"{name}.weight"))
 
 
 W1 = "layers.1.ffn.experts.2.w1"
