@@ -18,7 +18,6 @@ from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
-from fp8_dist.weight.stored_weight import bind
 from fp8_dist.weight.weights import float8_modules, weights_of
 
 
@@ -29,8 +28,6 @@ def _when_sharded(parameter: internals.FsdpParameter) -> None:
         weight.fsdp = parameter
         weight.check_sharded()
     wrap_sharded(parameter, weights)
-    for weight in weights:
-        bind(weight, parameter.sharded)
     if (group := parameter.group) and group.fsdp_params[0] is parameter.own:
         _compare_between_ranks(group)
         _check_gathers(group)

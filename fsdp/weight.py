@@ -41,7 +41,7 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.weight.float8_weight import Float8Weight, Gather
 from fp8_dist.weight.known import KnownWeight
-from fp8_dist.weight.stored import PackedFloat8, Stored, StoredFloat8
+from fp8_dist.weight.stored import PackedFloat8, Stored
 from fp8_dist.weight.weights import weights_of
 from fp8_dist.weight.wrapper import padded_shard, padded_size, unpadded
 
@@ -337,8 +337,7 @@ def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Floa
     local = internals.dtensor_local(sharded)
     asking = [weight for weight in weights if weight.config.fsdp_float8_all_gather]
     if isinstance(local, PackedFloat8) and not _packs(weights[0]):
-        data = local.unpacked(weights[0].held_scheme(sharded))
-        parameter.replace_local(StoredFloat8(data, local.dtype, local.key))
+        parameter.replace_local(local.in_float8(weights[0].held_scheme(sharded)))
     if isinstance(local, Float8AllGatherWeight | Stored):
         return
     if asking:

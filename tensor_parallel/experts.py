@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
-from fp8_dist.weight.stored_weight import bind, place_scales
+from fp8_dist.weight.stored_weight import place_scales
 from fp8_dist.weight.weights import attach_statistics, weights_of
 
 
@@ -65,7 +65,6 @@ class _ExpertsStyle(CheckedStyle):
         for weight in weights_of(module).values():
             if (stored := weight.stored()) and not isinstance(stored.scales, DTensor):
                 place_scales(weight, stored.scales)
-            bind(weight, weight.parameter())
         attach_statistics(weights_of(module).values())
         return module
 

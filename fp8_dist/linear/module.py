@@ -295,11 +295,6 @@ class Float8Linear(nn.Linear):
             return super().__reduce_ex__(protocol)
         return _new_layer, (self.plain_class,), self.__getstate__()
 
-    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        super()._apply(fn, recurse)
-        bind(self.float8_weight, self._parameters.get("weight"))
-        return self
-
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not keep_vars and prefix + "weight" in destination:  # not if parametrized

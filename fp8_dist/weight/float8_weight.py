@@ -144,7 +144,13 @@ class Float8Weight:
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
 
     def __reduce__(self) -> Any:
-        return type(self), (self.module, self.config, self.fqn, self.histories, self.name)
+        # The copy of a module may get its parameters after its weights.
+        parameter = self.module._parameters.get(self.name)
+        arguments = self.module, self.config, self.fqn, self.histories, self.name
+        return type(self), arguments, parameter
+
+    def __setstate__(self, parameter: torch.Tensor) -> None:
+        bind(self, parameter)
 
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
@@ -285,6 +291,20 @@ class Float8Weight:
         names, scales = (self.fqn, self.name), self.module.get_parameter(self.scales_name)
         layout, scheme = self.layout(parameter), self.held_scheme(parameter)
         return StoredWeight(*names, self.scales_name, parameter, scales, layout, scheme)
+
+    def held_in(self, local: StoredFloat8, is_written: bool) -> StoredWeight | None:
+        """Return the stored weight if its data is in ``local``; None for parts and copies of it.
+
+        ``is_written``: whether it is to be changed. Only the sharded parameter can be.
+        """
+        parametrized: Any = getattr(self.module, "parametrizations", {})
+        if is_written or self.name not in parametrized:
+            parameter = self.master() if is_written else self.parameter()
+        else:
+            parameter = parametrized[self.name].original
+        data = local_tensor(parameter)
+        is_held = isinstance(data, StoredFloat8) and data.memory == local.memory
+        return self.stored(parameter) if is_held else None
 
     def held_scheme(self, parameter: torch.Tensor | None = None) -> Scheme:
         """The scheme of the data, if the parameter is stored, and otherwise of its first cast."""
@@ -481,8 +501,6 @@ class Float8Weight:
         self.unsharded = None
         if new is not None and self.fsdp is not None and new is self.fsdp.unsharded:
             self.note_unsharded(new)
-        else:
-            bind(self, new)
 
     def check_sharded(self) -> None:
         """Raise ValueError if FSDP2 has sharded the parameter in a way that does not work."""

@@ -32,25 +32,23 @@ _ON_BYTES = {
 }
 # Operators, besides views, that return a parameter of the same type.
 _SAME = wrapper.MOVES | _ON_BYTES | {aten.new_empty.default}
-# Those that modules call when they are moved, and ``weight.data += update`` (PEFT's merges).
-_OF_SAME_LAYER = {aten.detach.default, aten._to_copy.default, aten.empty_like.default}
-_ADDITIONS = {aten.add_.Tensor, aten.sub_.Tensor}
+# Sums with a weight: ``weight.data += update`` (PEFT's merges), and its adapters of parameters.
+_IN_PLACE = {aten.add_.Tensor, aten.sub_.Tensor}
+_SUMS = _IN_PLACE | {aten.add.Tensor, aten.baddbmm.default}
 
 
 class Stored(wrapper.WrapperParameter):
     """Base class of stored parameters, which are moved without being converted.
 
     Attributes:
-        write: runs an in-place addition on the weight in high precision and casts it again, given
-            the operator and its other arguments; None if this is not the whole weight of a layer.
-        read: dequantizes such a parameter, sharded or not; None where ``write`` is None.
+        weight: returns the ``Float8Weight`` that the data, or what it was made from, belongs to;
+            None if it is not known, or freed. :meth:`like` passes it on.
         payload: the dtype of FSDP2's all-gather input; None means the dtype of ``plain``.
     """
 
-    write: Callable[..., None] | None
-    read: Callable[["Stored"], torch.Tensor] | None
+    weight: Callable[[], Any]
     payload: ClassVar[torch.dtype | None] = None
-    __slots__ = ("read", "write")
+    __slots__ = ("weight",)
 
     @classmethod
     def check_rebuilds(cls, plain: torch.Tensor) -> None:
@@ -63,7 +61,7 @@ class Stored(wrapper.WrapperParameter):
             )
 
     def set_up(self) -> None:
-        self.write = self.read = None
+        self.weight = lambda: None
 
     def readable(self, reader: str) -> torch.Tensor:
         if reader == "share_memory_()":
@@ -93,12 +91,12 @@ class Stored(wrapper.WrapperParameter):
         if func.is_view and func is not aten.detach.default and isinstance(stored, PackedFloat8):
             return stored.views(func, args[1:], kwargs)
         if not (func.is_view or func in _SAME):
-            if func in _ADDITIONS and args[0] is stored and stored.write is not None:
-                stored.write(func, *args[1:], **kwargs)
+            weight = stored.weight() if func in _SUMS and args[0] is stored else None
+            if weight and (held := weight.held_in(stored, is_written=func in _IN_PLACE)):
+                if func not in _IN_PLACE:
+                    return func(held.read(), *args[1:], **kwargs)
+                held.add(func, *args[1:], **kwargs)
                 return stored
-            # PEFT's adapters of parameters, in their forward
-            if func is aten.baddbmm.default and args[0] is stored and stored.read is not None:
-                return func(stored.read(stored), *args[1:], **kwargs)
             raise NotImplementedError(f"{func} on a weight that is stored in float8; {_REMEDY}")
         dtype = kwargs.pop("dtype", None) if func is aten._to_copy.default else None
         if func is aten.copy_.default:
@@ -119,18 +117,7 @@ class Stored(wrapper.WrapperParameter):
         if func is aten.copy_.default:
             return args[0]
         inner_dtype = stored.plain.dtype
-        moved = tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
-        if func in _OF_SAME_LAYER:
-            moved.write, moved.read = stored.write, stored.read
-        elif func.is_view:  # FSDP2 restores the shape of what it has gathered
-            for whole in (x for x in tree_leaves(moved) if x.shape == stored.shape):
-                whole.read = stored.read
-        return moved
-
-    def readable_as(self, other: Self) -> Self:
-        """Return another part or copy of the weight, whole or sharded, which can be read, too."""
-        other.read = self.read
-        return other
+        return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         """The size of the plain tensor inside a parameter of ``size``."""
@@ -165,7 +152,7 @@ class Stored(wrapper.WrapperParameter):
         if out is not None:
             return None  # FSDP2 refilled the same storage
         plain = wrapper.unpadded(all_gather_outputs[0], self.plain.dtype, metadata)
-        return self.readable_as(self.like(plain, param_dtype)), ()
+        return self.like(plain, param_dtype), ()
 
 
 _REMEDY = (
@@ -190,7 +177,17 @@ class StoredFloat8(Stored):
 
     def like(self, plain: torch.Tensor, dtype: torch.dtype | None = None) -> Self:
         dtype = dtype if dtype is not None and dtype.is_floating_point else self.dtype
-        return type(self)(plain, dtype, *self.__tensor_flatten__()[1][1:])
+        return self._made(type(self), plain, dtype, *self.__tensor_flatten__()[1][1:])
+
+    def _made(self, cls: Any, *arguments: Any) -> Any:
+        made = cls(*arguments)
+        made.weight = self.weight
+        return made
+
+    @property
+    def memory(self) -> object:
+        """Where the data is: equal for tensors that are the same part of the same memory."""
+        return self.plain.data_ptr(), self.plain.shape, self.plain.stride()
 
     def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
         """The data in float8; ``after``: as in :func:`fp8_dist.scaling.operators.unpack`."""
@@ -227,6 +224,10 @@ class PackedFloat8(StoredFloat8):
         data = unpack(self.plain.mT if self.is_transposed else self.plain, scheme, after)
         return data.mT if self.is_transposed else data
 
+    def in_float8(self, scheme: Scheme) -> StoredFloat8:
+        """Return a tensor with the same values that is not packed."""
+        return self._made(StoredFloat8, self.unpacked(scheme), self.dtype, self.key)
+
     def with_data(self, data: torch.Tensor, scheme: Scheme) -> Self:
         return self.like(scheme.pack(data).view(torch.uint8))
 
@@ -250,8 +251,7 @@ class PackedFloat8(StoredFloat8):
         strides[dim] = 1
         first = self.plain.storage_offset() + int(first) // 2
         plain = self.plain.as_strided(size, strides, first)
-        part = type(self)(plain, self.dtype, self.key, is_transposed)
-        return self.readable_as(part) if part.shape == self.shape else part
+        return self._made(type(self), plain, self.dtype, self.key, is_transposed)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         return torch.Size((*size[:-1], size[-1] // 2))

@@ -111,6 +111,34 @@ class StoredWeight(NamedTuple):
             self.data, operators.dequantize(self._quantized(whole)).to(self.data.dtype)
         )
 
+    def read(self) -> torch.Tensor:
+        """Return the local part of the weight in high precision."""
+        return operators.dequantize(self.quantized()).to(self.data.dtype)
+
+    @torch.no_grad()
+    def add(self, func: Any, *args: Any, **kwargs: Any) -> None:
+        """Run an in-place operator on the local part in high precision, and cast it again.
+
+        ``args``, ``kwargs``: the other arguments of the operator.
+
+        Collectives: those of :meth:`dequantized` and :meth:`write`.
+        """
+        total = self.dequantized()
+        func(local_tensor(total), *args, **kwargs)
+        self.write(total)
+        key, known = "merged into float8", ""
+        if self.is_packed:  # a cast that may cost accuracy is reported for each weight
+            values, cast = (local_tensor(x).to(torch.float32) for x in (total, self.dequantized()))
+            sqnr = 10 * torch.log10(values.square().sum() / (values - cast).square().sum())
+            key = f"{key}: {self.fqn}.{self.name}"
+            known = f" with an SQNR of {sqnr.item():.1f} dB (of {self.name}, on this rank)"
+        warn_once(
+            key,
+            f"{self.fqn}: a sum with a weight that is stored in float8 is cast to float8 again"
+            f"{known}, and so is the difference when it is taken back: merging and unmerging an "
+            "adapter does not restore the weight's bits",
+        )
+
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
         """Cast high-precision values to float8, and write them to the weight in place.
@@ -221,34 +249,10 @@ def share(weight: Any, data: torch.Tensor, scales: nn.Parameter) -> None:
 
 
 def bind(weight: Any, parameter: torch.Tensor | None) -> None:
-    """Pass sums with a stored parameter on to its weight (``Stored.write``, ``Stored.read``)."""
+    """Let a parameter, and all that is made from it, know its weight, which sums with it need."""
     local = None if parameter is None else local_tensor(parameter)
     if isinstance(local, StoredFloat8):
-        owner = weakref.proxy(weight)
-        local.write, local.read = partial(_add, owner), partial(_read, owner)
-
-
-def _read(weight: Any, local: torch.Tensor) -> torch.Tensor:
-    return operators.dequantize(weight.stored(local).quantized()).to(local.dtype)
-
-
-def _add(weight: Any, func: Any, *args: Any, **kwargs: Any) -> None:
-    stored = weight.stored()
-    total = stored.dequantized()
-    func(local_tensor(total), *args, **kwargs)
-    stored.write(total)
-    key, known = "merged into float8", ""
-    if stored.is_packed:  # a cast that may cost accuracy is reported for each weight
-        values, cast = (local_tensor(x).to(torch.float32) for x in (total, stored.dequantized()))
-        sqnr = 10 * torch.log10(values.square().sum() / (values - cast).square().sum())
-        key = f"{key}: {weight.fqn}.{weight.name}"
-        known = f" with an SQNR of {sqnr.item():.1f} dB (of {weight.name}, on this rank)"
-    warn_once(
-        key,
-        f"{weight.fqn}: a sum with a weight that is stored in float8 is cast to float8 again"
-        f"{known}, and so is the difference when it is taken back: merging and unmerging an "
-        "adapter does not restore the weight's bits",
-    )
+        local.weight = weakref.ref(weight)
 
 
 def place_scales(weight: Any, scales: torch.Tensor) -> None:

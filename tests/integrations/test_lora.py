@@ -233,10 +233,29 @@ def test_merges_into_a_stored_base_on_ranks(ranks: RankPools) -> None:
     assert ranks(4).run_same(merged_on_ranks, 4) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("options", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
-def test_adapters_that_read_the_base(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("recipe", ["tensorwise", "mxfp4"])
+@on_ranks(2)
+def test_adapters_that_add_to_the_base(recipe: str) -> None:
+    """DoRA has the losses of a base that has the stored values in high precision."""
+    for size in (1, 2):
+        losses = []
+        for is_stored in (True, False):
+            base = convert_to_float8_training(MLP(), config=CONFIGS[recipe])
+            freeze(base.requires_grad_(False))
+            if not is_stored:
+                unfreeze_from_float8(base)
+            torch.manual_seed(4)
+            adapters = LoraConfig(r=8, target_modules=["up", "down"], use_dora=True)
+            peft = get_peft_model(base, adapters)  # type: ignore[arg-type]
+            distributed(base, size)
+            losses.append(train(peft, 3))
+        assert losses[0] == losses[1]
+        assert losses[0][-1] < losses[0][0]
+
+
+def test_adapters_that_read_the_base() -> None:
     with pytest.raises(NotImplementedError, match=r"read it with fp8_dist\.dequantized"):
-        train(adapted("blockwise", "before", **options)[1], 1)
+        adapted("blockwise", "before", init_lora_weights="pissa")
 
 
 PAGE = (Path(__file__).parents[2] / "docs/lora.md").read_text()

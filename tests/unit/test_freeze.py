@@ -563,6 +563,31 @@ def test_a_sum_is_cast_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert same(run(net), run(twin))
 
 
+def test_sums_are_of_the_whole_weight_of_a_layer() -> None:
+    """Parts, copies and the transposed view of a square have other scales, or none."""
+    net = nn.Sequential(nn.Linear(256, 256, bias=False)).to(torch.bfloat16).requires_grad_(False)
+    convert_to_float8_training(net, config=CONFIGS["mxfp4"])
+    freeze(net)
+    update = torch.randn(256, 256).bfloat16()
+    copies = copy.deepcopy(net), pickle.loads(pickle.dumps(net)), moved_to_half(copy.deepcopy(net))
+    for each in (net, *copies):
+        for weight in (each[0].weight, each[0].weight.data, each[0].weight.view(256, 256)):
+            assert same_bits(weight + update.to(weight.dtype), dequantized(each[0]) + update)
+    weight, state = net[0].weight.data, copy.deepcopy(net.state_dict())
+    operations: list[Callable[[], object]] = [
+        lambda: weight.mT + update,
+        lambda: weight[:128] + update[:128],
+        lambda: weight.clone() + update,
+        lambda: weight.clone().add_(update),
+        lambda: weight.mT.add_(update),
+        lambda: update + weight,
+        lambda: net[0].weight_scale_inv + 1,
+    ]
+    for operation in operations:
+        assert "stored in float8; read it with" in raised(NotImplementedError, operation)
+    assert all(same_bits(state[key], each) for key, each in net.state_dict().items())
+
+
 # Errors
 
 

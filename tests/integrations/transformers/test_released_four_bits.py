@@ -1,6 +1,8 @@
 """Released MXFP4 checkpoints, with one exponent per 32 values of a row, as frozen bases."""
 
 import re
+from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from hf_models import batch, build
 from nets import full
 from peft import LoraConfig, get_peft_model
 from ranks import RankPools, device_mesh
-from reference import all_warnings, raised, same_bits
+from reference import all_warnings, raised, reloaded, same_bits
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -259,10 +261,16 @@ ADAPTERS = LoraConfig(
 )
 
 
-def adapted(model: Any, way: str) -> Any:
-    """With adapters; those of experts are replicated over EP, and sharded with their base."""
+def adapted(model: Any, way: str, *others: str) -> Any:
+    """With adapters; those of experts are replicated over EP, and sharded with their base.
+
+    ``others``: the names of adapters beside the default one, which are active, too.
+    """
     torch.manual_seed(5)
-    peft = get_peft_model(model, ADAPTERS)
+    peft: Any = get_peft_model(model, ADAPTERS)
+    for name in others:
+        peft.add_adapter(name, ADAPTERS)
+    peft.base_model.set_adapter(["default", *others])
     if not way.startswith("EP"):
         distributed(model, way)
         return peft
@@ -330,6 +338,58 @@ def test_adapters(folder: Path, ranks: RankPools, size: int, recipe: Any) -> Non
     for way in WAYS[size] if size < 4 else ["HSDP", "EP x FSDP2"]:
         run: Any = adapters_on if size == 1 else partial(ranks(size).run_same, adapters_on)
         assert run(str(folder), way, recipe), way
+
+
+def both_train(folder: str, way: str) -> bool:
+    """Whether two adapters train as beside the dequantized base."""
+    found = []
+    for packs in (True, False):
+        model = made("mxfp8", packs)
+        load_float8_checkpoint(model, folder)
+        found.append(trained(adapted(model, way, "other"), batch(0)))
+    (losses, adapters), _ = found
+    assert losses[1] < losses[0]
+    assert len([name for name in adapters if "experts" in name]) == 16
+    return same_training(*found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_active_adapters(folder: Path, ranks: RankPools, size: int) -> None:
+    run: Any = both_train if size == 1 else partial(ranks(size).run_same, both_train)
+    assert run(str(folder), "one device" if size == 1 else "FSDP2")
+
+
+def reassigned(model: Any) -> Any:
+    """A copy whose base is that of the model's state dict, not of its own."""
+    copied, state = deepcopy(model), deepcopy(model.state_dict())
+    for parameter in copied.parameters():
+        getattr(parameter, "plain", parameter).detach().zero_()
+    copied.load_state_dict(state, assign=True)
+    return copied
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("form", [deepcopy, partial(reloaded, weights_only=False), reassigned])
+@pytest.mark.parametrize("others", [(), ("other",)])
+def test_copies_of_models_with_adapters(
+    folder: Path, form: Callable[[Any], Any], others: tuple[str, ...]
+) -> None:
+    """A copy computes with its own base, and merges into it, also without the model."""
+    model, ids = made(None), batch(0)
+    load_float8_checkpoint(model, folder)
+    peft, outputs = adapted(model, "one device", *others), []
+    copied = form(peft)
+    outputs.append(peft(input_ids=ids).logits)
+    peft.merge_adapter()
+    outputs.append(peft(input_ids=ids).logits)
+    state = peft.state_dict()
+    del model, peft
+    assert same_bits(copied(input_ids=ids).logits, outputs[0])
+    copied.merge_adapter()
+    assert same_bits(copied(input_ids=ids).logits, outputs[1])
+    assert not same_bits(*outputs)
+    assert all(same_bits(state[name], tensor) for name, tensor in copied.state_dict().items())
 
 
 def gradients_on(folder: str, way: str, recipe: Any) -> dict[str, Tensor]:
