@@ -178,6 +178,10 @@ class _Files(dict[str, Any]):
         self[key] = self[key]._replace(is_transposed=True)
         self[scales] = self[scales]._replace(is_transposed=True)
 
+    def named(self, key: str) -> str:
+        """The name of an entry in the files, for messages."""
+        return f"{key}_blocks" if self.dtype(key) == _MXFP4 else key
+
     def dtype(self, key: str) -> str:
         return str(self[key].get_dtype())
 
@@ -264,7 +268,8 @@ def load_float8_checkpoint(
         ValueError: there is no such file, or it is damaged; with ``strict``, names differ; an entry
             has another shape or kind than the model's tensor; an entry in float8 has no scales, or
             scales of another form than above or than in the layer's recipe; an expert's entry is
-            not a part of a weight; or a tensor is on the meta device. Nothing has been changed.
+            not a part of a weight; an entry in float8, of a weight in four bits, has values that
+            MXFP4 lacks; or a tensor is on the meta device. Nothing has been changed.
         TypeError: ``files`` is not a path or a list of paths.
         ImportError: ``safetensors`` is not installed.
     """
@@ -276,6 +281,7 @@ def load_float8_checkpoint(
     coded = [key for key in values if opened.float8(key)]
     used = values.union(*(opened.companions.get(key, ()) for key in coded))
     unexpected = [key for key in opened if key not in used and not _CALIBRATED.search(key)]
+    unexpected = [opened.named(key) for key in unexpected]
     if strict and (missing or unexpected):
         raise ValueError(
             "load_float8_checkpoint: the checkpoint and the model have other names: "
@@ -385,8 +391,9 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
                 files.transpose(key)
             if weight is None and tensor.ndim > 2:
                 raise ValueError(
-                    f"load_float8_checkpoint: {key} is in MXFP4, and whether the model has its "
-                    "matrices transposed is not known; call convert_experts_to_float8_training"
+                    f"load_float8_checkpoint: {files.named(key)} is in MXFP4, and whether the "
+                    "model has its matrices transposed is not known; call "
+                    "convert_experts_to_float8_training"
                 )
         lacking = [entry.key for entry in entries if entry.key not in files]
         missing |= dict.fromkeys(lacking, id(tensor))
@@ -433,6 +440,9 @@ def _entries_of(
 def _check(part: _Part, files: _Files, values: set[str]) -> None:
     """Check the entries of a tensor, by the headers of the files and by all scales.
 
+    If a weight in four bits has entries in float8, they are read as a whole, so that all ranks
+    raise the same errors.
+
     ``values``: the entries that are tensors of the model.
     """
     name, tensor, weight, entries = part
@@ -446,8 +456,8 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
         key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
-                f"load_float8_checkpoint: {key} is {list(shape)} in the checkpoint, and "
-                f"{list(entry.size)} in the model"
+                f"load_float8_checkpoint: {files.named(key)} has values of shape {list(shape)}, "
+                f"and the model has {list(entry.size)}"
             )
         is_same_kind = (kind in _FLOAT) == dtype.is_floating_point
         if not (files.float8(key) is dtype if holds_codes else is_same_kind):
@@ -466,6 +476,8 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
             _first_block(weight, entry)
             if files.float8(key):
                 _stored_scales(weight, entry, files)
+                if kind != _MXFP4 and (scheme := weight.held_scheme()).packed_dtype:
+                    check_values(files[key][...], scheme, f"load_float8_checkpoint: {key}")
         elif are_coded and files.float8(key):
             _scales_of(entry, files)
         if kind == _MXFP4 and (files[files.scales(key)][...].view(torch.uint8) == 255).any():
@@ -492,7 +504,6 @@ def _load(part: _Part, files: _Files) -> None:
             _fill(codes, tensor, entry, partial(_read, entry, files))
             scales_entry, scales, local_scales.saved_as = _stored_scales(weight, entry, files)
             _fill(local_scales.plain, stored.scales, scales_entry, scales.__getitem__)
-        check_values(codes, stored.scheme, f"{weight.fqn}: {weight.name}")
         data.plain.copy_(data.with_data(codes, stored.scheme).plain)
         return
     for entry in entries:
@@ -566,8 +577,8 @@ def _stored_scales(
     scheme = weight.held_scheme()
     if dtype is not scheme.dtype:
         raise ValueError(
-            f"load_float8_checkpoint: {entry.key} is in {dtype}, and the layer's recipe stores "
-            f"{scheme.dtype}; leave the layer out of freeze_to_float8"
+            f"load_float8_checkpoint: {files.named(entry.key)} is in {dtype}, and the layer's "
+            f"recipe stores {scheme.dtype}; leave the layer out of freeze_to_float8"
         )
     scales, size = files[key][...], tuple(scheme.levels[0].shape(entry.size) or [1])
     stored = fitted(scales, files.matrices(entry), scheme, f"load_float8_checkpoint: {key}")

@@ -36,15 +36,6 @@ class Encoded(NamedTuple):
         """Decode the data again, into the copy."""
         self.copy.copy_(self.decode(self.data))
 
-    def write(self) -> None:
-        """Encode the copy."""
-        try:
-            data = self.encode(self.copy)
-        except ValueError:
-            self.read()
-            raise
-        self.data.copy_(data)
-
 
 class Decoded(TensorSubclass):
     """A decoded copy of data, or a view of such a copy, that is kept in sync with the data.
@@ -104,8 +95,10 @@ class Decoded(TensorSubclass):
         for work in tree_leaves(out) if func.namespace == "c10d" else ():
             if isinstance(work, ScriptObject | Work):
                 _wait(work)
-        for source in {id(x.source): x.source for x in written if isinstance(x, Decoded)}.values():
-            source.write()
+        changed = {id(x.source): x.source for x in written if isinstance(x, Decoded)}.values()
+        # All are encoded first. If one can't be, the next operators read the copies anew.
+        for source, data in [(source, source.encode(source.copy)) for source in changed]:
+            source.data.copy_(data)
         by_plain = {id(entry.plain): entry for entry in entries}
         return tree_map_only(Tensor, lambda x: by_plain.get(id(x), x), out)
 

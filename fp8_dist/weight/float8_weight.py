@@ -144,10 +144,9 @@ class Float8Weight:
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
 
     def __reduce__(self) -> Any:
-        # The copy of a module may get its parameters after its weights.
-        parameter = self.module._parameters.get(self.name)
         arguments = self.module, self.config, self.fqn, self.histories, self.name
-        return type(self), arguments, parameter
+        # The parameter, too, because a copied module may get it later than this object.
+        return type(self), arguments, self.module._parameters.get(self.name)
 
     def __setstate__(self, parameter: torch.Tensor) -> None:
         bind(self, parameter)
@@ -297,14 +296,12 @@ class Float8Weight:
 
         ``is_written``: whether it is to be changed. Only the sharded parameter can be.
         """
-        parametrized: Any = getattr(self.module, "parametrizations", {})
-        if is_written or self.name not in parametrized:
-            parameter = self.master() if is_written else self.parameter()
-        else:
-            parameter = parametrized[self.name].original
-        data = local_tensor(parameter)
-        is_held = isinstance(data, StoredFloat8) and data.memory == local.memory
-        return self.stored(parameter) if is_held else None
+        # One that is parametrized, by adapters, is among the parameters of the module, too.
+        for parameter in [self.master()] if is_written else self.module.parameters():
+            data = local_tensor(parameter)
+            if isinstance(data, StoredFloat8) and data.memory == local.memory:
+                return self.stored(parameter)
+        return None
 
     def held_scheme(self, parameter: torch.Tensor | None = None) -> Scheme:
         """The scheme of the data, if the parameter is stored, and otherwise of its first cast."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from fp8_dist import mesh
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.blocks import fp32_scales
+from fp8_dist.kernels.e2m1 import round_to_e2m1
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, measured
@@ -200,11 +201,10 @@ class StoredWeight(NamedTuple):
         """
         data, stored_scales, scheme = self.local_data, self.local_scales, self.scheme
         key, scales_key = prefix + self.name, prefix + self.scales_name
-        entry = state.get(key)
-        if entry is None or isinstance(local_tensor(entry), Stored):
-            return
-        if isinstance(entry, DTensor) != isinstance(self.data, DTensor):
-            return  # load_state_dict reports it
+        entry: Any = state.get(key)
+        is_alike = isinstance(entry, DTensor) == isinstance(self.data, DTensor)
+        if entry is None or not is_alike or isinstance(local_tensor(entry), Stored):
+            return  # load_state_dict reports an entry of another form
         local = Decoded.copied(local_tensor(entry))
         if not is_float8(local.dtype):
             qdata, scales = self.cast(entry)
@@ -248,10 +248,12 @@ def share(weight: Any, data: torch.Tensor, scales: nn.Parameter) -> None:
     bind(weight, weight.parameter())
 
 
-def bind(weight: Any, parameter: torch.Tensor | None) -> None:
-    """Let a parameter, and all that is made from it, know its weight, which sums with it need."""
-    local = None if parameter is None else local_tensor(parameter)
-    if isinstance(local, StoredFloat8):
+def bind(weight: Any, parameter: Any) -> None:
+    """Let a stored parameter, and all that is made from it, know its weight, which sums need.
+
+    Other parameters, and None, are left as they are.
+    """
+    if isinstance(local := local_tensor(parameter), StoredFloat8):
         local.weight = weakref.ref(weight)
 
 
@@ -348,9 +350,7 @@ def check_values(qdata: torch.Tensor, scheme: Scheme, name: str) -> None:
     """
     if scheme.packed_dtype is None or qdata.is_meta:
         return
-    (shape,) = scheme.scale_shapes(qdata.shape)
-    ones = torch.full(shape, 127, dtype=torch.uint8, device=qdata.device)
-    values = scheme.quantize(qdata.to(torch.float32), (ones,), (0, 0))
+    values = round_to_e2m1(qdata.to(torch.float32)).to(qdata.dtype)
     if not torch.equal(values.view(torch.uint8), qdata.view(torch.uint8)):
         raise ValueError(
             f"{name} has float8 values that MXFP4 does not have; load a checkpoint in high "

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -379,6 +380,24 @@ def other(name: str) -> nn.Module:
         parameter.data.copy_(parameter.flip(0) * 8)
     freeze(net)
     return net
+
+
+@on_ranks(2)
+def test_nothing_is_read_beside_values_that_no_stored_weight_has() -> None:
+    """Also if the values are another rank's."""
+    files = {key: tensor.clone() for key, tensor in other("mxfp4").state_dict().items()}
+    data, net = files["2.weight"].view(torch.uint8), meshed(frozen("mxfp4"), False)
+    right = data[-1, 0].item()
+    with TemporaryDirectory() as folder:
+        for code, expected in ((0x39, frozen("mxfp4")), (right, other("mxfp4"))):
+            data[-1, 0] = code
+            save_file(files, f"{folder}/model.safetensors")
+            if code != right:
+                text = raised(ValueError, lambda: load_float8_checkpoint(net, folder))
+                assert "load_float8_checkpoint: 2.weight has float8 values that MXFP4" in text
+            else:
+                load_float8_checkpoint(net, folder)
+            assert wrong_entries(net.state_dict(), expected.state_dict()) == []
 
 
 @pytest.mark.parametrize(("name", "tp"), [("blockwise", False), ("mxfp4", True)])

@@ -121,7 +121,10 @@ ONES = {"0.weight_scale": torch.ones(2, 3)}
             ONES | {"0.weight": torch.ones(N, K)},
             "too; whether its values are to be multiplied is not",
         ),
-        (ONES | {"0.weight": torch.ones(K, N).to(torch.float8_e4m3fn)}, r"is \[320, 192\] in the"),
+        (
+            ONES | {"0.weight": torch.ones(K, N).to(torch.float8_e4m3fn)},
+            r"of shape \[320, 192\], and",
+        ),
         (ONES | {"1.weight": torch.ones(N).to(torch.float8_e4m3fn)}, "1.weight is in float8, and"),
         (ONES | {"1.bias": torch.ones(N).to(torch.float8_e8m0fnu)}, "1.bias is in F8_E8M0 in the"),
     ],

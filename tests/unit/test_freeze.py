@@ -439,6 +439,32 @@ def test_values_that_no_stored_weight_has() -> None:
     assert same(run(net), expected)
 
 
+def in_one_operator(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    torch._foreach_copy_(list(net.state_dict().values()), list(state.values()))
+
+
+def by_load(net: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    nn.ModuleDict({"net": net}).load_state_dict({f"net.{key}": x for key, x in state.items()})
+
+
+@pytest.mark.parametrize("load", [in_one_operator, by_load])
+def test_nothing_is_loaded_beside_values_that_no_stored_weight_has(load: Any) -> None:
+    """Also not into layers that come before the wrong one."""
+    net, other = frozen("mxfp4"), converted("mxfp4")
+    for layer in (other[0], other[2]):
+        layer.weight.data *= 3  # type: ignore[operator]
+    assert len(freeze(other)) == 2
+    before, state = copy.deepcopy(net.state_dict()), copy.deepcopy(other.state_dict())
+    data = state["2.weight"].view(torch.uint8)
+    data[3, 5] = 0x39  # 1.125
+    text = raised(ValueError, lambda: load(net, state))
+    assert "weight has float8 values that MXFP4 does not have" in text
+    assert all(same_bits(x, before[key]) for key, x in net.state_dict().items())
+    data[3, 5] = 0x38
+    load(net, state)
+    assert all(same_bits(x, state[key]) for key, x in net.state_dict().items())
+
+
 @pytest.mark.filterwarnings("ignore:.*is cast to float8 again")
 @pytest.mark.parametrize("form", [state_of, in_e8m0, by_dcp])
 @pytest.mark.parametrize("assign", [False, True])

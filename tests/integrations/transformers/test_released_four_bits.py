@@ -204,12 +204,14 @@ def change(files: dict[str, Tensor], which: str) -> None:
         files[blocks] = files[blocks].transpose(1, 2).contiguous()
     elif which == "odd scales":
         files[scales] = files[scales].float()
+    elif which == "others":
+        files |= {f"x_{end}": files[f"{name}_{end}"].clone() for end in ("blocks", "scales")}
     else:
         files[name] = torch.zeros(4, 128, 64)
 
 
 CHANGES = ["no scales", "no blocks", "NaN", "other experts", "fewer columns", "flat", "transposed"]
-CHANGES += ["odd scales", "both", "a row"]
+CHANGES += ["odd scales", "both", "a row", "others"]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -237,14 +239,15 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is missing. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: the checkpoint and the model have other names: missing model.layers.1.mlp.experts.down_proj; unexpected model.layers.1.mlp.experts.down_proj_scales. Pass strict=False to load the rest
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_scales has the exponent 255, NaN; download the checkpoint, or save it, again
-load_float8_checkpoint: model.layers.1.mlp.experts.down_proj is [3, 128, 64] in the checkpoint, and [4, 128, 64] in the model
-load_float8_checkpoint: model.layers.1.mlp.experts.down_proj is [4, 96, 64] in the checkpoint, and [4, 128, 64] in the model
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks has values of shape [3, 128, 64], and the model has [4, 128, 64]
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks has values of shape [4, 96, 64], and the model has [4, 128, 64]
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 64], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 4, 64, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is F32 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4, 64, 4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 16], and model.layers.1.mlp.experts.down_proj_scales is U8 [4]. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of model.layers.1.mlp.experts.down_proj; save the checkpoint in GPT-OSS's layout
-load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj is in MXFP4, and whether the model has its matrices transposed is not known; call convert_experts_to_float8_training
+load_float8_checkpoint: the checkpoint and the model have other names: missing none; unexpected x_scales, x_blocks. Pass strict=False to load the rest
+load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj_blocks is in MXFP4, and whether the model has its matrices transposed is not known; call convert_experts_to_float8_training
 load_float8_checkpoint: model.layers.0.mlp.experts.gate_up_proj_scales is [4, 2, 256], and the layer's recipe has one scale per block of 32 x 32 (MXFP4, floor), [4, 2, 8]; convert the model with the recipe of the checkpoint: "blockwise" for scales of blocks, as DeepSeek's and Qwen's, "rowwise_folded" for those of rows, "tensorwise" for one; for MXFP4, freeze_to_float8(model, format="mxfp4", block_size=(1, 32))""",
     )
 
