@@ -48,10 +48,11 @@ def freeze_to_float8(
     a whole state dict (``set_model_state_dict`` with ``full_state_dict``), but it can return one.
 
     An in-place addition casts the sum again, as when PEFT merges adapters (without ``safe_merge``).
-    Undoing it does not restore the bits. Other operators on the parameters raise errors, and so
-    does a forward if they require gradients. FSDP2 calls ``shard_placement_fn`` for scales too;
-    ``Shard(0)`` fits all of them. A model on the meta device may be frozen, sharded, and then
-    loaded (:func:`fp8_dist.load_float8_checkpoint`).
+    Undoing it does not restore the bits. ``weight + x`` and ``torch.baddbmm(weight, ...)``, as in
+    the forward of PEFT's adapters of parameters, take the dequantized values. Other operators on
+    the parameters raise errors, and so does a forward if they require gradients. FSDP2 calls
+    ``shard_placement_fn`` for scales too; ``Shard(0)`` fits all of them. A model on the meta device
+    may be frozen, sharded, and then loaded (:func:`fp8_dist.load_float8_checkpoint`).
 
     ``DistributedDataParallel`` does not broadcast these weights from rank 0: load the same
     checkpoint on all ranks. Call this function on the module that DDP will wrap. If that is made

@@ -180,7 +180,8 @@ class _Files(dict[str, Any]):
 
     def named(self, key: str) -> str:
         """The name of an entry in the files, for messages."""
-        return f"{key}_blocks" if self.dtype(key) == _MXFP4 else key
+        is_joined = isinstance(self[key], _Mxfp4) and not isinstance(self[key].blocks, _Rows)
+        return f"{key}_blocks" if is_joined else key
 
     def dtype(self, key: str) -> str:
         return str(self[key].get_dtype())
