@@ -291,7 +291,7 @@ def _returned(rows: Tensor, routing: Routing, config: Float8ExpertsConfig) -> Te
     """Send rows back to their slots, in the dtype of ``config.combine``."""
     if config.combine == "high_precision":
         return routing.to_slots(rows)
-    return dequantize(return_rows(cast_once(rows, config.rows), routing)).to(rows.dtype)
+    return dequantize(return_rows(cast_once(rows, config.rows), routing), rows.dtype)
 
 
 class _Down(torch.autograd.Function):

@@ -31,7 +31,7 @@ from fp8_dist.kernels.grouped import Groups
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.prepare import cast_once
-from fp8_dist.scaling import BlockScheme, Quantized
+from fp8_dist.scaling import Quantized
 from fp8_dist.scaling.operators import dequantize, flat, multiply, operand_of
 from fp8_dist.text import warn_once
 
@@ -207,13 +207,12 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
-    assert isinstance(operand.scheme, BlockScheme)
     warn_once(
         "grouped GEMM of blocks",
         "scales of blocks have no grouped GEMM in float8, so experts are multiplied in bf16; "
         "'rowwise_folded' and 'tensorwise' are in float8",
     )
-    return operand.scheme.as_bf16(operand)
+    return operand.scheme.dequantize_to(operand, torch.bfloat16)
 
 
 def _gradient_operands(

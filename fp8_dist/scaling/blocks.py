@@ -57,15 +57,17 @@ class BlockScheme(Scheme):
         values, factors = qdata.to(torch.float32), kernels.fp32_scales(scales[0])
         return kernels.scaled_by(values, factors, self._blocks(start))
 
-    def as_bf16(self, operand: Quantized) -> Tensor:
-        """An operand in bf16, where a product with a power of two is exact unless subnormal."""
+    def dequantize_to(self, operand: Quantized, dtype: torch.dtype) -> Tensor:
+        if dtype is not torch.bfloat16 or not self.has_exponents:
+            return super().dequantize_to(operand, dtype)
+        # A product with a power of two is exact in fp32, and so is rounded once in bf16, too.
         x, (scales,) = operand.qdata, operand.scales
         blocks = self._blocks(operand.start)
-        if x.ndim > 2 and (x.shape[-2] % self.rows or blocks[2]):
-            return self.dequantize(x, (scales,), operand.start).bfloat16()
-        # Matrices of whole blocks can be flattened to one matrix.
-        a, b = (t if t.ndim == 2 else t.flatten(0, -2) for t in (x, scales))
-        return kernels.dequantize_blocks(a, b, blocks, torch.bfloat16).view(x.shape)
+        a, b = x, scales
+        if x.ndim > 2 and not (x.shape[-2] % self.rows or blocks[2]):
+            # Matrices of whole blocks can be flattened to one matrix, which kernels take.
+            a, b = x.flatten(0, -2), scales.flatten(0, -2)
+        return kernels.dequantize_blocks(a, b, blocks, dtype).view(x.shape)
 
     def unfit_for(self, operand: str, contracts_rows: bool) -> str | None:
         wanted = "a square" if operand == "weight" else "one row"

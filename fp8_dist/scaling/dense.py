@@ -240,6 +240,9 @@ class Unscaled(Scheme):
         # An operator must not return its arguments.
         return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
+    def keeps(self, x: Tensor) -> bool:
+        return x.dtype is self.dtype and x.is_contiguous()
+
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
         return qdata.to(torch.float32)
 

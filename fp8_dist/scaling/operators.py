@@ -269,23 +269,27 @@ def multiply_operator(*arguments: Any) -> Tensor:
     return a.scheme.multiply(a, b, arguments[9], tuple(arguments[10]))
 
 
-def dequantize(operand: Quantized) -> Tensor:
-    """Multiply the data of a local operand by its scales, in fp32; in a graph, by one operator."""
+def dequantize(operand: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiply the data of a local operand by its scales, and round the product to ``dtype``.
+
+    In a graph this is one operator.
+    """
     if not torch.compiler.is_compiling():
-        return operand.scheme.dequantize(operand.qdata, operand.scales, operand.start)
-    return dequantize_operator.overload(*flat(operand))
+        return operand.scheme.dequantize_to(operand, dtype)
+    return dequantize_operator.overload(*flat(operand), dtype)
 
 
 @custom_op(
-    "dequantize(Tensor x, Tensor[] scales, str scheme, int[] start) -> Tensor",
-    fake=lambda x, scales, scheme, start: x.new_empty(x.shape, dtype=torch.float32),
+    "dequantize(Tensor x, Tensor[] scales, str scheme, int[] start, ScalarType dtype) -> Tensor",
+    fake=lambda x, *how: x.new_empty(x.shape, dtype=how[-1]),
 )
 def dequantize_operator(
-    x: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int]
+    x: Tensor, scales: Sequence[Tensor], scheme: str, start: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
     """Operator of :func:`dequantize`."""
     # Do not call dequantize(): while another thread compiles, is_compiling() is true here, too.
-    return scheme_named(scheme).dequantize(x, tuple(scales), (start[0], start[1]))
+    operand = operand_of(x, scales, scheme, start)
+    return operand.scheme.dequantize_to(operand, dtype)
 
 
 def unpack(packed: Tensor, scheme: Scheme, depends_on: Tensor | None = None) -> Tensor:

@@ -380,6 +380,10 @@ class Scheme:
         limit = torch.finfo(self.dtype).max
         return (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
 
+    def keeps(self, x: Tensor) -> bool:
+        """Whether ``x`` is its own cast, without scales."""
+        return False
+
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False
@@ -432,6 +436,10 @@ class Scheme:
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
         """``qdata`` times its scales, fp32."""
         return qdata.to(torch.float32) * self.element_scales(scales, qdata.shape, start)
+
+    def dequantize_to(self, operand: Quantized, dtype: torch.dtype) -> Tensor:
+        """:meth:`dequantize`, rounded to ``dtype``."""
+        return self.dequantize(operand.qdata, operand.scales, operand.start).to(dtype)
 
     def for_rows(self, operand: Quantized, layout: Layout | None) -> Quantized:
         """Return the copy of an operand for the GEMM of grad_weight, which contracts its rows.

@@ -356,13 +356,16 @@ class Float8Weight:
         local = local_tensor(parameter)
         if not self.schemes:
             return WeightOperands()
-        stored_as, whole = None, None
+        shard, stored_as = KnownWeight.unwrap(local), None
+        scales: Statistics = ()  # of a stored weight whose values are cast
         if (stored := self.stored(parameter)) is not None:
             whole = stored.quantized()
             if not whole.scheme.is_storage or whole.scheme in self.schemes:
                 later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
                 return WeightOperands(whole, later if stored.is_packed else whole)
+            shard, scales = operators.dequantize(whole, local.dtype), whole.scales
             stored_as = whole.scheme
+            del whole  # its float8 data
         if is_float8(local.dtype):
             raise TypeError(
                 f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
@@ -382,22 +385,20 @@ class Float8Weight:
         if not torch.compiler.is_compiling():
             self._warn_if_flag_has_no_effect(parameter)
             self.note_unsharded(parameter)
-        source, shard = self.source(parameter), KnownWeight.unwrap(local)
+        source = self.source(parameter)
         with torch.no_grad():
-            if whole is not None:
-                shard = operators.dequantize(whole).to(local.dtype)
             if is_unsharded:
                 statistics = source.statistics(shard, self.schemes, layout)
                 known = dict(zip(self.schemes, statistics, strict=True))
                 for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
                     owner = None if scheme in plan.schemes else self  # the forward's was reported
-                    needed = (*whole.scales, *known[scheme]) if whole else known[scheme]
-                    how = needed, scheme, layout, owner, source.amax_from
+                    how = (*scales, *known[scheme]), scheme, layout, owner, source.amax_from
                     uncast = Uncast(parameter, *how, stored_as=stored_as)
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.amax_from)
             if plan.of:
-                copies, amax = cast_local(shard, plan, layout, source, use)
+                reuses = stored is not None
+                copies, amax = cast_local(shard, plan, layout, source, use, reuses=reuses)
             else:  # the backward alone casts the weight
                 copies, amax = (), None
                 if is_unsharded and self.history is not None:

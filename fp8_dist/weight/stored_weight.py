@@ -108,13 +108,11 @@ class StoredWeight(NamedTuple):
         """
         plain = with_local(self.scales, self.local_scales.plain)
         whole = plain.full_tensor() if isinstance(plain, DTensor) else plain
-        return with_local(
-            self.data, operators.dequantize(self._quantized(whole)).to(self.data.dtype)
-        )
+        return with_local(self.data, operators.dequantize(self._quantized(whole), self.data.dtype))
 
     def read(self) -> torch.Tensor:
         """Return the local part of the weight in high precision."""
-        return operators.dequantize(self.quantized()).to(self.data.dtype)
+        return operators.dequantize(self.quantized(), self.data.dtype)
 
     @torch.no_grad()
     def add(self, func: Any, *args: Any, **kwargs: Any) -> None:

@@ -54,16 +54,18 @@ class Uncast(NamedTuple):
         if isinstance(local, StoredFloat8):
             scheme = self.stored_as or self.scheme
             position = scheme.start(self.layout), scheme.splits_blocks(self.layout)
-            data = local.unpacked(scheme, depends_on)
-            quantized = Quantized(data, statistics[:1], scheme, *position)
-        if quantized is not None and self.stored_as is not None:
-            local, statistics = dequantize(quantized).to(local.dtype), statistics[1:]
-            quantized = None
+            quantized = Quantized(
+                local.unpacked(scheme, depends_on), statistics[:1], scheme, *position
+            )
+            if self.stored_as is not None:
+                local, statistics = dequantize(quantized, local.dtype), statistics[1:]
+                quantized = None
         if quantized is None:
             use = None
             if self.owner is not None and is_observed():
                 use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
             how = self.layout, Given([statistics], self.amax_from), use
-            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
+            reuses = self.stored_as is not None
+            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on, reuses=reuses)
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)

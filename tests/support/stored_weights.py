@@ -5,6 +5,8 @@ from collections.abc import Callable
 import torch
 import torch.nn as nn
 from reference import same_bits
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fp8_dist import (
     Float8LinearConfig,
@@ -83,3 +85,18 @@ def run(net: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.
 
 def same(a: Run, b: Run) -> bool:
     return all(map(same_bits, a, b))
+
+
+class New(TorchDispatchMode):
+    """Collects the shapes and dtypes of tensors that operators make, on storages of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[tuple[int, ...], torch.dtype]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if not func.is_view and isinstance(tensor, torch.Tensor):
+                self.made.append((tuple(tensor.shape), tensor.dtype))
+        return found

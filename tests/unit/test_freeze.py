@@ -1,6 +1,7 @@
 """Frozen weights that are stored in float8, on one device."""
 
 import copy
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterable
@@ -21,10 +22,8 @@ from checkpointed import SELECTIVE
 from expecttest import assert_expected_inline
 from recordings import casts, written
 from reference import raised, reloaded, same_bits, same_values, saved_in
-from stored_weights import CONFIGS, RELEASED, converted, freeze, frozen, released, run, same
+from stored_weights import CONFIGS, RELEASED, New, converted, freeze, frozen, released, run, same
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from fp8_dist import (
@@ -71,28 +70,14 @@ def test_bits_and_bytes_of_a_stored_weight(name: str, dtype: torch.dtype) -> Non
     assert f"stored in {'mxfp4' if name in PACKED else 'float8'}" in repr(net)
 
 
-class NewFloat8(TorchDispatchMode):
-    """Collects the shapes of float8 tensors that operators make, on storages of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
-            if not func.is_view and is_float8(getattr(tensor, "dtype", torch.uint8)):
-                self.shapes.add(tuple(tensor.shape))
-        return found
-
-
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name not in PACKED])
 def test_weights_are_not_cast(name: str) -> None:
     shapes = {}
     for net in (frozen(name), converted(name)):
-        with NewFloat8() as new:
+        with New() as new:
             run(net)
-        shapes[net[0].float8_weight.is_stored] = new.shapes
+        float8 = {shape for shape, dtype in new.made if is_float8(dtype)}
+        shapes[net[0].float8_weight.is_stored] = float8
     weights = {(320, 512), (192, 320)}
     assert shapes[True] == shapes[False] - weights
     assert weights < shapes[False]
@@ -131,6 +116,20 @@ def test_weights_in_blocks_of_released_checkpoints(name: str) -> None:
     # E2M1 times powers of two are exact in bf16, and casting them again changes nothing.
     loaded.load_state_dict(twin.state_dict())
     assert all(same_bits(tensor, state[key]) for key, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["1 x 32 in bf16", "1 x 32 of tensorwise"])
+def test_values_of_released_checkpoints_are_made_once(name: str) -> None:
+    """Each pass makes the float8 data and the values in bf16, and no other copy but the cast."""
+    net, x = released(name)[:1], torch.randn(48, 512, dtype=torch.bfloat16, requires_grad=True)
+    with New() as forward:
+        output = net(x)
+    with New() as backward:
+        output.sum().backward()
+    dtypes = [torch.float8_e4m3fn, torch.bfloat16]
+    dtypes += [] if name.endswith("bf16") else [torch.float8_e4m3fn]
+    for new in (forward, backward):
+        assert [dtype for shape, dtype in new.made if math.prod(shape) >= 320 * 512] == dtypes
 
 
 @pytest.mark.parametrize("rule", ["ceil", "even", "floor"])

@@ -12,7 +12,7 @@ import torch
 from delayed_steps import quantized
 from gemm_records import record_gemms
 from recipe_algebra import step
-from reference import raised, reference_cast, same_bits, sqnr
+from reference import raised, reference_cast, same_bits, same_values, sqnr
 from schemes import (
     COLUMN_PAIRS,
     CONFIG,
@@ -32,8 +32,8 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.moves import reason_to_move_high
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
-from fp8_dist.scaling import Blocks, Dense, Scheme, covering, reduction, scheme_named
-from fp8_dist.scaling.operators import dequantize_operator
+from fp8_dist.scaling import Blocks, Dense, Quantized, Scheme, covering, reduction, scheme_named
+from fp8_dist.scaling.operators import dequantize, dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
 
 E4M3 = torch.float8_e4m3fn
@@ -293,4 +293,29 @@ def test_dequantizing_while_another_thread_compiles(monkeypatch: pytest.MonkeyPa
     x = cast_to_float8(torch.randn(4, 32), CastConfig())
     expected = x.dequantize()
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
-    assert same_bits(dequantize_operator.overload(x.qdata, [x.scale], x.key, (0, 0)), expected)
+    args = x.qdata, [x.scale], x.key, (0, 0), torch.float32
+    assert same_bits(dequantize_operator.overload(*args), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_dequantized_to_bf16(dtype: torch.dtype) -> None:
+    """Every code with every exponent, in whole blocks and parts, has the values of fp32, rounded."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1).view(dtype)
+    exponents = torch.arange(256, dtype=torch.uint8).view(256, 1)
+    rows, columns = Blocks(dtype, 1, 256), Blocks(dtype, 256, 1)
+    cases = [Quantized(codes, (exponents,), rows)]
+    cases.append(Quantized(codes.mT, (exponents.mT,), columns))
+    cases.append(Quantized(codes.mT.contiguous(), (exponents.mT,), columns))
+    part = codes[:, :100], (exponents,), rows, (0, 156)
+    cases.append(Quantized(*part))
+    part = codes[:, :100].mT.contiguous(), (exponents.mT,), columns, (156, 0)
+    cases.append(Quantized(*part))
+    cases += [
+        case._replace(
+            qdata=torch.stack([case.qdata] * 2), scales=(torch.stack([*case.scales] * 2),)
+        )
+        for case in cases
+    ]
+    for case in cases:
+        expected = case.scheme.dequantize(*case[:2], case.start).bfloat16()
+        assert same_values(dequantize(case, torch.bfloat16), expected)

@@ -1,5 +1,6 @@
 """Released MXFP4 checkpoints, with one exponent per 32 values of a row, as frozen bases."""
 
+import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,6 +18,7 @@ from peft import LoraConfig, get_peft_model
 from ranks import RankPools, device_mesh
 from reference import all_warnings, raised, reloaded, same_bits
 from safetensors.torch import load_file, save_file
+from stored_weights import New
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_module, distribute_tensor
@@ -194,6 +196,17 @@ total                            3            515,488
   float8                                            0
   other                                       515,488""",
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_values_are_made_once() -> None:
+    """A backward too makes the float8 data of an expert and its values in bf16, nothing else."""
+    mlp, x = made(None).model.layers[0].mlp, torch.randn(1, 24, 64).bfloat16().requires_grad_()
+    with New() as new:
+        mlp(x)[0].sum().backward()
+    sizes = {p.numel() for p in (mlp.experts.gate_up_proj, mlp.experts.down_proj)}
+    dtypes = [dtype for shape, dtype in new.made if math.prod(shape) in sizes]
+    assert dtypes == [torch.float8_e4m3fn, torch.bfloat16] * 4
 
 
 # What is refused
