@@ -47,7 +47,6 @@ def cast_local(
     use: Use | None = None,
     *,
     depends_on: torch.Tensor | None = None,
-    reuses: bool = False,
 ) -> tuple[Copies, torch.Tensor | None]:
     """Cast a local tensor to float8 copies with the statistics of the global tensor.
 
@@ -57,7 +56,6 @@ def cast_local(
             cast saturate.
         use: the operand that the cast makes, for observers; ``None``: they are not notified.
         depends_on: see :func:`fp8_dist.scaling.operators.cast`.
-        reuses: whether ``x`` itself may be the copy, if it is its own cast.
 
     Returns:
         The copies; and the amax, fp32, 0-dim, if the operand has an amax history.
@@ -65,8 +63,6 @@ def cast_local(
     Collectives: those of :meth:`Source.statistics`.
     """
     schemes, statistics, is_fresh = plan.schemes, None, source is FRESH
-    if reuses and len(plan.of) == 1 and schemes[0].keeps(x):
-        return [Quantized(x, (), schemes[0])], None
     if isinstance(source, AmaxHistory) and torch.compiler.is_compiling():
         # One operator looks up, casts and measures.
         scale, *flat, own_amax = look_up_in_op(source, x, schemes, layout, plan.of, plan.transposed)

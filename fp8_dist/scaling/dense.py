@@ -237,11 +237,7 @@ class Unscaled(Scheme):
         return f"nothing ({short_name(self.dtype)})"
 
     def quantize(self, x: Tensor, scales: Scales, start: Start) -> Tensor:
-        # An operator must not return its arguments.
-        return x.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
-
-    def keeps(self, x: Tensor) -> bool:
-        return x.dtype is self.dtype and x.is_contiguous()
+        return x.to(self.dtype).contiguous()
 
     def dequantize(self, qdata: Tensor, scales: Scales, start: Start = (0, 0)) -> Tensor:
         return qdata.to(torch.float32)

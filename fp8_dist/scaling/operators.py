@@ -239,9 +239,10 @@ def cast_operator(
     plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
     scales, data, amax = _cast(x, plan, known, (start[0], start[1]), saturate, measures)
-    # An operator must not return its arguments, and scales may be statistics or views of them.
-    flat = unshared([s for levels in scales for s in levels], statistics)
-    return [*flat, *data, *([] if amax is None else [amax])]
+    # An operator must not return its arguments. Scales may be statistics or views of them, and data
+    # in high precision may be that of x.
+    flat = unshared([*(s for levels in scales for s in levels), *data], [x, *statistics])
+    return [*flat, *([] if amax is None else [amax])]
 
 
 def unshared(tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:

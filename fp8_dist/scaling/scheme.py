@@ -380,10 +380,6 @@ class Scheme:
         limit = torch.finfo(self.dtype).max
         return (x.to(torch.float32) * multiplier).clamp_(-limit, limit).to(self.dtype)
 
-    def keeps(self, x: Tensor) -> bool:
-        """Whether ``x`` is its own cast, without scales."""
-        return False
-
     def fuses(self, x: Tensor) -> bool:
         """Whether :meth:`cast` without statistics reads ``x`` only once on its device."""
         return False

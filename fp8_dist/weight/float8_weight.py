@@ -397,8 +397,7 @@ class Float8Weight:
                 taken = [known[scheme] for scheme in plan.schemes]
                 source = Given(taken, source.amax_from)
             if plan.of:
-                reuses = stored is not None
-                copies, amax = cast_local(shard, plan, layout, source, use, reuses=reuses)
+                copies, amax = cast_local(shard, plan, layout, source, use)
             else:  # the backward alone casts the weight
                 copies, amax = (), None
                 if is_unsharded and self.history is not None:

@@ -65,7 +65,6 @@ class Uncast(NamedTuple):
             if self.owner is not None and is_observed():
                 use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
             how = self.layout, Given([statistics], self.amax_from), use
-            reuses = self.stored_as is not None
-            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on, reuses=reuses)
+            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)
