@@ -32,8 +32,18 @@ from fp8_dist import CastConfig, Float8Linear, Float8LinearConfig, cast_to_float
 from fp8_dist.mesh import Layout
 from fp8_dist.operand.moves import reason_to_move_high
 from fp8_dist.recipe import GEMM_OPERANDS, Operand
-from fp8_dist.scaling import Blocks, Dense, Quantized, Scheme, covering, reduction, scheme_named
-from fp8_dist.scaling.operators import dequantize, dequantize_operator
+from fp8_dist.scaling import (
+    Blocks,
+    CastPlan,
+    Dense,
+    Quantized,
+    Scheme,
+    Unscaled,
+    covering,
+    reduction,
+    scheme_named,
+)
+from fp8_dist.scaling.operators import cast, cast_operator, dequantize, dequantize_operator
 from fp8_dist.scaling.reduction import as_integers, from_integers
 
 E4M3 = torch.float8_e4m3fn
@@ -319,3 +329,14 @@ def test_dequantized_to_bf16(dtype: torch.dtype) -> None:
     for case in cases:
         expected = case.scheme.dequantize(*case[:2], case.start).bfloat16()
         assert same_values(dequantize(case, torch.bfloat16), expected)
+
+
+def test_a_cast_to_high_precision_copies_in_its_operator_alone() -> None:
+    x, plan = torch.randn(4, 32).bfloat16(), CastPlan((Unscaled(),))
+    (same,) = cast(x, plan, None, (0, 0))[1]
+    assert same is x
+    (copy,) = cast_operator.overload(
+        x, [], [Unscaled().key], (0, 0), [0], [False], True, False, None
+    )
+    assert same_bits(copy, x)
+    assert copy.data_ptr() != x.data_ptr()
