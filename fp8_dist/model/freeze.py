@@ -1,19 +1,18 @@
 """Frozen weights that are stored in float8: LoRA bases, reference and reward models."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
 
 from fp8_dist.linear.module import other_users
-from fp8_dist.mesh import local_tensor
 from fp8_dist.moe.experts import ExpertWeight, FilterFn, check_arguments
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import CastPlan, Mxfp4, Scheme
-from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp, remove_state_hooks
+from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
 from fp8_dist.weight.float8_weight import Float8Weight
-from fp8_dist.weight.stored_weight import check_values, share, store_in_float8
+from fp8_dist.weight.stored_weight import share, store_in_float8
 from fp8_dist.weight.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 
 
@@ -133,7 +132,6 @@ def freeze_to_float8(
             "admits none; call model.requires_grad_(False), or layer.weight.requires_grad_(False)"
         )
     leave_out_of_ddp(module, _stored_parameters)  # which flattens parameters with others
-    module.register_load_state_dict_pre_hook(_check_state)
     return stored
 
 
@@ -173,7 +171,6 @@ def unfreeze_from_float8(module: nn.Module) -> list[str]:
         del weight.module._parameters[weight.scales_name]
         weight.replace(parameters[key])
     give_back_to_ddp(module)
-    remove_state_hooks(module, {_check_state})
     return list(stored)
 
 
@@ -201,14 +198,6 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
             "converted layer"
         )
     return weight.high_precision()
-
-
-def _check_state(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Check the data of stored weights in a state dict, before parts of the model load theirs."""
-    for fqn, weight in float8_weights(module).items():
-        stored, entry = weight.stored(), state.get(prefix + fqn)
-        if stored and isinstance(entry, torch.Tensor) and entry.dtype is stored.scheme.dtype:
-            check_values(local_tensor(entry), stored.scheme, f"{weight.fqn}: {prefix}{fqn}")
 
 
 def _scheme(weight: Float8Weight, block_size: tuple[int, int] | None) -> Scheme:

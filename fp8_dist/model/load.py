@@ -35,11 +35,12 @@ from fp8_dist.weight.weights import checked_module
 # The names of dtypes in safetensors files: such as "F8_E5M2", and "F8_E4M3" for torch's e4m3fn.
 _FLOAT8 = {f"F8_{short_name(dtype).removesuffix('fn').upper()}": dtype for dtype in FLOAT8_DTYPES}
 # MXFP4 is read as e4m3. 32 values of a row share an exponent.
-_MXFP4, _GROUP, _E4M3 = "MXFP4", 32, torch.float8_e4m3fn
+_MXFP4, _GROUP, _HALF, _E4M3 = "MXFP4", 32, 16, torch.float8_e4m3fn
 _FLOAT8[_MXFP4] = _E4M3
 _FLOAT = {"F64", "F32", "F16", "BF16", *_FLOAT8}
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
 _SCALES = ("_scale_inv", "_scale")
+_WEIGHT = re.compile(r"(?<=\.)weight$")  # "LAYER.scale" also has scales of "LAYER.weight"
 # Names of the scales of activations and KV caches that were calibrated for inference.
 _CALIBRATED = re.compile(r"(^|[._])(activation|input|output|prob|kv|[qkv])_scale(_ub)?$")
 _BLOCKS = (128, 64, 32, 16)
@@ -56,47 +57,42 @@ class Entry(NamedTuple):
 
 
 class _Mxfp4(NamedTuple):
-    """The values of MXFP4 blocks in a file, which are read as e4m3 ``[..., N, K]``."""
+    """The values of MXFP4 codes in a file, which are read as e4m3 ``[..., N, K]``."""
 
-    blocks: Any  # of safetensors, like the entries of other files
+    key: str  # in the file
+    codes: Any  # of safetensors, like the entries of other files
     is_transposed: bool = False  # read them as [..., K, N]
 
     def get_dtype(self) -> str:
         return _MXFP4
 
+    @property
+    def are_blocks(self) -> bool:
+        """Whether the codes are ``[..., N, K / 32, 16]``, not ``[N, K / 2]``."""
+        return self.codes.get_dtype() == "U8"
+
     def get_shape(self) -> list[int]:
-        *others, n, groups, size = self.blocks.get_shape()
-        matrix = [n, 2 * groups * size]
+        shape = list(self.codes.get_shape())
+        if self.are_blocks:
+            shape[-2:] = [shape[-2] * shape[-1]]
+        *others, n, half = shape
+        matrix = [n, 2 * half]
         return [*others, *(matrix[::-1] if self.is_transposed else matrix)]
 
     def __getitem__(self, index: Index) -> Tensor:
         *others, rows, columns = index
         if self.is_transposed:
             rows, columns = columns, rows
-        first = columns.start // _GROUP
-        groups = slice(first, -(-columns.stop // _GROUP))
-        packed = self.blocks[(*others, rows, groups)].flatten(-2)
+        first, end = columns.start // _GROUP, -(-columns.stop // _GROUP)
+        if self.are_blocks:
+            packed = self.codes[(*others, rows, slice(first, end))].flatten(-2)
+        else:
+            packed = self.codes[(*others, rows, slice(first * _HALF, end * _HALF))]
         data = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=_E4M3)
-        unpack_e2m1(packed.contiguous(), data)
+        unpack_e2m1(packed.view(torch.uint8).contiguous(), data)
         begin = columns.start - first * _GROUP
         data = data[..., begin : begin + columns.stop - columns.start]
         return data.mT if self.is_transposed else data
-
-
-class _Rows(NamedTuple):
-    """MXFP4 codes ``[N, K / 2]`` in a file, which are read as blocks ``[N, K / 32, 16]``."""
-
-    codes: Any
-
-    def get_shape(self) -> list[int]:
-        *others, size = self.codes.get_shape()
-        return [*others, 2 * size // _GROUP, _GROUP // 2]
-
-    def __getitem__(self, index: Index) -> Tensor:
-        *others, groups = index
-        first, end = (n * _GROUP // 2 for n in (groups.start, groups.stop))
-        codes: Tensor = self.codes[(*others, slice(first, end))]
-        return codes.view(torch.uint8).unflatten(-1, (-1, _GROUP // 2))
 
 
 class _Exponents(NamedTuple):
@@ -128,16 +124,16 @@ class _Files(dict[str, Any]):
     def __init__(self, entries: Mapping[str, Any]) -> None:
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
-        for key in [key for key in entries if key.endswith("_blocks")]:
-            name, kind = key.removesuffix("_blocks"), str(entries[key].get_dtype())
-            if f"{name}_scales" in entries or (kind == "U8" and len(entries[key].get_shape()) > 2):
-                self._join(key, name)
-        for scales in [key for key in entries if key.endswith(".scale")]:
-            if (key := f"{scales.removesuffix('scale')}weight") in entries:
-                if self.dtype(key) == "I8":
-                    self._view_rows(key, scales)
-                if self.float8(key):
-                    self.companions[key] = [scales]
+        for key in entries:
+            name, kind = key.removesuffix("_blocks"), self.dtype(key)
+            scales = f"{name}_scales" if name != key else _WEIGHT.sub("scale", key)
+            has_scales = scales in entries and scales != key
+            if name != key and (has_scales or (kind == "U8" and len(self.shape(key)) > 2)):
+                self._join(key, name, scales)
+            elif has_scales and name == key and kind == "I8":
+                self._join(key, key, scales)
+            elif has_scales and self.float8(key):
+                self.companions[key] = [scales]
         for key in entries:
             for separator in re.finditer("[._]", key):
                 owner, ending = key[: separator.start()], key[separator.start() :]
@@ -145,32 +141,27 @@ class _Files(dict[str, Any]):
                 if is_companion and (ending in _SCALES or not _CALIBRATED.search(key)):
                     self.companions.setdefault(owner, []).append(key)
 
-    def _join(self, key: str, name: str) -> None:
-        """Replace MXFP4 blocks ``key`` by an entry ``name``, and their scales by exponents."""
-        blocks, scales = self.pop(key), self.get(f"{name}_scales")
-        shape, kinds = list(blocks.get_shape()), [str(blocks.get_dtype())]
-        kinds += [] if scales is None else [str(scales.get_dtype())]
-        expected = [] if scales is None else [*scales.get_shape(), _GROUP // 2]
-        if name in self or kinds != ["U8", "U8"] or shape != expected or len(shape) < 3:
-            found = "missing" if scales is None else f"{kinds[-1]} {list(scales.get_shape())}"
+    def _join(self, key: str, name: str, scales_key: str) -> None:
+        """Replace MXFP4 codes ``key`` by an entry ``name``, and their scales by exponents."""
+        codes, scales = self.pop(key), self.get(scales_key)
+        kind, shape, found = codes.get_dtype(), list(codes.get_shape()), "missing"
+        expected: list[int] = []
+        if scales is not None:
+            of_scales, counted = scales.get_dtype(), list(scales.get_shape())
+            found = f"{of_scales} {counted}"
+            if (kind, of_scales) == ("U8", "U8"):
+                expected = [*counted, _HALF]
+            elif (kind, of_scales) == ("I8", "F8_E8M0"):
+                expected = [*counted[:-1], *(n * _HALF for n in counted[-1:])]
+        if name in self or shape != expected or len(shape) < 2:
             raise ValueError(
-                f"load_float8_checkpoint: {key} is {kinds[0]} {shape}, and {name}_scales is "
-                f"{found}. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] "
-                f"in place of {name}; save the checkpoint in GPT-OSS's layout"
+                f"load_float8_checkpoint: {key} is {kind} {shape}, and {scales_key} is {found}. "
+                f"MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place "
+                "of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; save the "
+                "checkpoint in the layout of GPT-OSS or DeepSeek-V4"
             )
-        self[name], self[f"{name}_scales"] = _Mxfp4(blocks), _Exponents(scales)
-        self.companions[name] = [f"{name}_scales"]
-
-    def _view_rows(self, key: str, scales: str) -> None:
-        """Replace MXFP4 codes ``key``, in rows, and their scales by what is read of them."""
-        shape, counted, kind = self.shape(key), self.shape(scales), self.dtype(scales)
-        if kind != "F8_E8M0" or shape != (*counted[:-1], counted[-1] * _GROUP // 2):
-            raise ValueError(
-                f"load_float8_checkpoint: {key} is I8 {list(shape)}, and {scales} is {kind} "
-                f"{list(counted)}. MXFP4 in DeepSeek-V4's layout has weights I8 [N, K / 2] and "
-                "scales F8_E8M0 [N, K / 32]; save the checkpoint in this layout"
-            )
-        self[key], self[scales] = _Mxfp4(_Rows(self[key])), _Exponents(self[scales])
+        self[name], self[scales_key] = _Mxfp4(key, codes), _Exponents(scales)
+        self.companions[name] = [scales_key]
 
     def transpose(self, key: str) -> None:
         """Read an entry in MXFP4 as ``[..., K, N]``."""
@@ -180,8 +171,7 @@ class _Files(dict[str, Any]):
 
     def named(self, key: str) -> str:
         """The name of an entry in the files, for messages."""
-        is_joined = isinstance(self[key], _Mxfp4) and not isinstance(self[key].blocks, _Rows)
-        return f"{key}_blocks" if is_joined else key
+        return self[key].key if self.dtype(key) == _MXFP4 else key
 
     def dtype(self, key: str) -> str:
         return str(self[key].get_dtype())
@@ -203,10 +193,11 @@ class _Files(dict[str, Any]):
         Raises:
             ValueError: there are none, or several, or they have another name.
         """
-        companions, known = self.companions.get(key, []), [key + ending for ending in _SCALES]
-        known += [key.removesuffix("weight") + "scale"] if key.endswith(".weight") else []
+        companions = self.companions.get(key, [])
         if self.dtype(key) == _MXFP4:
             return companions[0]
+        names = *(key + ending for ending in _SCALES), _WEIGHT.sub("scale", key)
+        known = [name for name in names if name != key]
         if len(companions) != 1 or companions[0] not in known:
             raise ValueError(
                 f"{key} is in float8, and its scales in the checkpoint are {_some(companions)}. "

@@ -190,13 +190,14 @@ def test_wrong_entries_are_named_before_anything_is_written(folder: Path, tmp_pa
     codes, scales = files[f"{W1}.weight"], files[f"{W1}.scale"]
     nan = scales.clone()
     nan.view(torch.uint8)[3, 1] = 255
-    layout = f"{W1}.weight is I8 [64, {{}}], and {W1}.scale is {{}}. MXFP4 in DeepSeek-V4's layout"
+    layout = f"{W1}.weight is I8 [64, {{}}], and {W1}.scale is {{}}. MXFP4 has blocks U8 [..., N, K"
     for changes, message in (
         ({"weight": codes[:, :62]}, layout.format(62, "F8_E8M0 [64, 4]")),
         ({"scale": scales[:, :3]}, layout.format(64, "F8_E8M0 [64, 3]")),
         ({"weight": codes[:32], "scale": scales[:32]}, f"{W1}.weight has values of shape [32, 12"),
         ({"scale": nan}, f"{W1}.scale has the exponent 255"),
         ({"scale": scales.float()}, layout.format(64, "F32 [64, 4]")),
+        ({"scale": torch.ones(())}, layout.format(64, "F32 []")),
         ({"scale": None}, f"{W1}.weight has values of shape [64, 64], and the model has [1, 64,"),
         ({"weight": None, "scale": None}, f"missing {W1}.weight"),
     ):
