@@ -145,15 +145,13 @@ class _Files(dict[str, Any]):
         """Replace MXFP4 codes ``key`` by an entry ``name``, and their scales by exponents."""
         codes, scales = self.pop(key), self.get(scales_key)
         kind, shape, found = codes.get_dtype(), list(codes.get_shape()), "missing"
-        expected: list[int] = []
+        expected: list[int] | None = None
         if scales is not None:
-            of_scales, counted = scales.get_dtype(), list(scales.get_shape())
-            found = f"{of_scales} {counted}"
-            if (kind, of_scales) == ("U8", "U8"):
-                expected = [*counted, _HALF]
-            elif (kind, of_scales) == ("I8", "F8_E8M0"):
-                expected = [*counted[:-1], *(n * _HALF for n in counted[-1:])]
-        if name in self or shape != expected or len(shape) < 2:
+            of_scales, (*rows, groups) = scales.get_dtype(), scales.get_shape() or [0]
+            found = f"{of_scales} {list(scales.get_shape())}"
+            known = {"U8U8": [*rows, groups, _HALF], "I8F8_E8M0": [*rows, groups * _HALF]}
+            expected = known.get(kind + of_scales) if rows else None
+        if name in self or shape != expected:
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {kind} {shape}, and {scales_key} is {found}. "
                 f"MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place "
