@@ -390,8 +390,8 @@ class Float8LinearConfig:
         """Return the config of a ready-made recipe.
 
         Args:
-            recipe_name: a :class:`Float8LinearRecipeName` or its value; or ``"bf16"``: nothing is
-                cast, and GEMMs are in bf16, for weights that alone are stored in few bits
+            recipe_name: a :class:`Float8LinearRecipeName` or its value; or ``"bf16"``: GEMMs take
+                all operands in bf16, without scales, for weights that alone are stored in few bits
                 (:func:`fp8_dist.freeze_to_float8`).
             scale_format: the ``scale_format`` of the casts of input and weight, for BLOCKWISE (see
                 :class:`CastConfig`). The scales of grad_output remain powers of two, so that

@@ -43,8 +43,8 @@ class WeightEntry(NamedTuple):
 
     Attributes:
         name: its name.
-        tensor: float8_e4m3fn data, the uint8 blocks or scales of MXFP4, or a tensor that is not
-            converted, in its own dtype.
+        tensor: float8_e4m3fn data, the codes or scales of MXFP4, or a tensor that is not converted,
+            in its own dtype.
         scale_inv: the scale of each block of float8 data, fp32 (for a weight that is stored in
             float8, in the dtype in which it was loaded); ``None`` for other tensors.
     """
@@ -94,7 +94,8 @@ def iter_float8_weights(
         ranks: the global ranks that get tensors. The others take part in the collectives, and
             their iterators yield nothing. ``None`` means all ranks.
         format: ``"mxfp4"`` yields two items for each weight in MXFP4, ``NAME_blocks`` and
-            ``NAME_scales``, whose ``scale_inv`` is ``None``, and other weights in high precision.
+            ``NAME_scales`` (of a single expert's ``NAME.weight``: int8, and ``NAME.scale``, e8m0),
+            whose ``scale_inv`` is ``None``, and other weights in high precision.
             Ranks still send 1 byte per element in MXFP4, and pack the gathered tensors.
 
     Returns:
@@ -156,7 +157,9 @@ def float8_state_dict(
             other ranks get an empty dict, as with torch's ``StateDictOptions``.
         format: ``"mxfp4"`` replaces both entries of a weight in MXFP4 by ``NAME_blocks``, uint8
             ``[..., N, K / 32, 16]``, and ``NAME_scales``, uint8 ``[..., N, K / 32]``: the layout of
-            GPT-OSS's checkpoints. A weight that is stored as ``[E, K, N]`` is transposed first.
+            GPT-OSS's checkpoints. The matrix ``NAME.weight`` of a single expert becomes int8
+            ``[N, K / 2]``, and ``NAME.scale``, e8m0 ``[N, K / 32]``, as in DeepSeek-V4's. A weight
+            that is stored as ``[E, K, N]`` is transposed first.
             Other weights are in high precision, as those of unconverted modules. ``"float8"``
             exports the same values of an MXFP4 model as float8_e4m3fn.
 

@@ -88,13 +88,11 @@ def freeze_to_float8(
         TypeError: ``module`` is not an nn.Module.
     """
     check_arguments("freeze_to_float8", module, module_filter_fn)
-    if format not in ("float8", "mxfp4"):
-        raise ValueError(f'freeze_to_float8: format={format!r} is neither "float8" nor "mxfp4"')
-    if block_size is not None and (format, block_size) != ("mxfp4", (1, 32)):
+    if (format, block_size) not in (("float8", None), ("mxfp4", None), ("mxfp4", (1, 32))):
         raise ValueError(
-            f"freeze_to_float8: block_size={block_size!r} with format={format!r}; pass "
-            'format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the '
-            "recipe casts them"
+            f"freeze_to_float8: format={format!r} with block_size={block_size!r}; pass "
+            'format="mxfp4", block_size=(1, 32), or "float8" or "mxfp4" without block_size to '
+            "store weights as the recipe casts them"
         )
     weights = weights_of_model(module, "freeze_to_float8")
     admitted = {
@@ -212,13 +210,12 @@ def _check(fqn: str, weight: Float8Weight, block_size: tuple[int, int] | None) -
     uses = set(weight.config.recipe.uses["weight"].values())
     is_recast = block_size is not None and None not in uses
     if not is_recast and (len(uses) > 1 or None in uses or len(weight.schemes[0].levels) != 1):
-        in_high = "multiplied in high precision in a GEMM"
-        is_cast = None not in uses and weight.schemes[0].levels
-        casts = in_high if not is_cast else "cast with several scales for each value"
         raise ValueError(
-            f"freeze_to_float8: {fqn} is {casts}, so no one copy in float8 can take its place; "
-            'convert the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", or '
-            "leave the layer out (module_filter_fn)"
+            f"freeze_to_float8: {fqn} is multiplied in high precision in a GEMM, or cast with "
+            "several scales for each value, so no one copy in float8 can take its place; convert "
+            'the model with "tensorwise", "rowwise_folded", "blockwise" or "mxfp8", store the '
+            'weight in four bits (format="mxfp4", block_size=(1, 32)), or leave the layer out '
+            "(module_filter_fn)"
         )
     if block_size and weight.schemes[0].packed_dtype and not weight.schemes[0].is_storage:
         raise ValueError(

@@ -72,11 +72,9 @@ class _Mxfp4(NamedTuple):
         return self.codes.get_dtype() == "U8"
 
     def get_shape(self) -> list[int]:
-        shape = list(self.codes.get_shape())
-        if self.are_blocks:
-            shape[-2:] = [shape[-2] * shape[-1]]
-        *others, n, half = shape
-        matrix = [n, 2 * half]
+        shape: list[int] = [*self.codes.get_shape(), *([] if self.are_blocks else [1])]
+        *others, n, groups, size = shape
+        matrix = [n, 2 * groups * size]
         return [*others, *(matrix[::-1] if self.is_transposed else matrix)]
 
     def __getitem__(self, index: Index) -> Tensor:
@@ -84,14 +82,11 @@ class _Mxfp4(NamedTuple):
         if self.is_transposed:
             rows, columns = columns, rows
         first, end = columns.start // _GROUP, -(-columns.stop // _GROUP)
-        if self.are_blocks:
-            packed = self.codes[(*others, rows, slice(first, end))].flatten(-2)
-        else:
-            packed = self.codes[(*others, rows, slice(first * _HALF, end * _HALF))]
+        by = 1 if self.are_blocks else _HALF
+        packed = self.codes[(*others, rows, slice(first * by, end * by))].flatten(len(others) + 1)
         data = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=_E4M3)
         unpack_e2m1(packed.view(torch.uint8).contiguous(), data)
-        begin = columns.start - first * _GROUP
-        data = data[..., begin : begin + columns.stop - columns.start]
+        data = data[..., columns.start - first * _GROUP :][..., : columns.stop - columns.start]
         return data.mT if self.is_transposed else data
 
 
@@ -125,15 +120,15 @@ class _Files(dict[str, Any]):
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in entries:
-            name, kind = key.removesuffix("_blocks"), self.dtype(key)
-            scales = f"{name}_scales" if name != key else _WEIGHT.sub("scale", key)
-            has_scales = scales in entries and scales != key
-            if name != key and (has_scales or (kind == "U8" and len(self.shape(key)) > 2)):
-                self._join(key, name, scales)
-            elif has_scales and name == key and kind == "I8":
-                self._join(key, key, scales)
-            elif has_scales and self.float8(key):
+            if (name := key.removesuffix("_blocks")) != key:
+                is_mxfp4 = self.dtype(key) == "U8" and len(self.shape(key)) > 2
+                if is_mxfp4 or f"{name}_scales" in entries:
+                    self._join(key, name, f"{name}_scales")
+            scales = _WEIGHT.sub("scale", key)
+            if scales != key and scales in entries and self.dtype(scales) == "F8_E8M0":
                 self.companions[key] = [scales]
+                if self.dtype(key) == "I8":
+                    self._join(key, key, scales)
         for key in entries:
             for separator in re.finditer("[._]", key):
                 owner, ending = key[: separator.start()], key[separator.start() :]
@@ -144,28 +139,25 @@ class _Files(dict[str, Any]):
     def _join(self, key: str, name: str, scales_key: str) -> None:
         """Replace MXFP4 codes ``key`` by an entry ``name``, and their scales by exponents."""
         codes, scales = self.pop(key), self.get(scales_key)
-        kind, shape, found = codes.get_dtype(), list(codes.get_shape()), "missing"
-        expected: list[int] | None = None
-        if scales is not None:
-            of_scales, (*rows, groups) = scales.get_dtype(), scales.get_shape() or [0]
-            found = f"{of_scales} {list(scales.get_shape())}"
-            known = {"U8U8": [*rows, groups, _HALF], "I8F8_E8M0": [*rows, groups * _HALF]}
-            expected = known.get(kind + of_scales) if rows else None
-        if name in self or shape != expected:
+        kind, shape = codes.get_dtype(), list(codes.get_shape())
+        of_scales, size = (scales.get_dtype(), [*scales.get_shape()]) if scales else ("missing", [])
+        *rows, groups = size or [0]
+        in_blocks, in_rows = [*rows, groups, _HALF], [*rows, groups * _HALF]
+        needed = ("I8", "F8_E8M0", in_rows) if name == key else ("U8", "U8", in_blocks)
+        if name in self or not rows or (kind, of_scales, shape) != needed:
             raise ValueError(
-                f"load_float8_checkpoint: {key} is {kind} {shape}, and {scales_key} is {found}. "
-                f"MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place "
-                "of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; save the "
-                "checkpoint in the layout of GPT-OSS or DeepSeek-V4"
+                f"load_float8_checkpoint: {key} is {kind} {shape}, and {scales_key} is {of_scales} "
+                f"{size}. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] "
+                "in place of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; "
+                "save the checkpoint in the layout of GPT-OSS or DeepSeek-V4"
             )
         self[name], self[scales_key] = _Mxfp4(key, codes), _Exponents(scales)
         self.companions[name] = [scales_key]
 
     def transpose(self, key: str) -> None:
         """Read an entry in MXFP4 as ``[..., K, N]``."""
-        scales = self.scales(key)
-        self[key] = self[key]._replace(is_transposed=True)
-        self[scales] = self[scales]._replace(is_transposed=True)
+        for name in (key, self.scales(key)):
+            self[name] = self[name]._replace(is_transposed=True)
 
     def named(self, key: str) -> str:
         """The name of an entry in the files, for messages."""
@@ -192,11 +184,10 @@ class _Files(dict[str, Any]):
             ValueError: there are none, or several, or they have another name.
         """
         companions = self.companions.get(key, [])
-        if self.dtype(key) == _MXFP4:
+        if self.dtype(key) == _MXFP4 and len(companions) == 1:
             return companions[0]
-        names = *(key + ending for ending in _SCALES), _WEIGHT.sub("scale", key)
-        known = [name for name in names if name != key]
-        if len(companions) != 1 or companions[0] not in known:
+        known = [key + ending for ending in _SCALES]
+        if len(companions) != 1 or companions[0] not in (*known, _WEIGHT.sub("scale", key)):
             raise ValueError(
                 f"{key} is in float8, and its scales in the checkpoint are {_some(companions)}. "
                 f"It needs one tensor, {' or '.join(known)}; rename its scales, or dequantize the "
@@ -268,10 +259,8 @@ def load_float8_checkpoint(
     opened = _opened(_listed(files))
     parts, missing = _plan(module, opened)
     values = {entry.key for part in parts for entry in part.entries}
-    coded = [key for key in values if opened.float8(key)]
-    used = values.union(*(opened.companions.get(key, ()) for key in coded))
-    unexpected = [key for key in opened if key not in used and not _CALIBRATED.search(key)]
-    unexpected = [opened.named(key) for key in unexpected]
+    used = values.union(*(opened.companions.get(key, ()) for key in values if opened.float8(key)))
+    unexpected = [opened.named(k) for k in opened if k not in used and not _CALIBRATED.search(k)]
     if strict and (missing or unexpected):
         raise ValueError(
             "load_float8_checkpoint: the checkpoint and the model have other names: "
@@ -376,8 +365,7 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
             name, *_ = experts.adapter.entries(module, name, empty)
         entries = _entries_of(module, weight, name, tensor)
         for key in [e.key for e in entries if e.key in files and files.dtype(e.key) == _MXFP4]:
-            is_turned = isinstance(weight, ExpertWeight) and weight.is_transposed
-            if is_turned and not files[key].is_transposed:
+            if isinstance(weight, ExpertWeight) and weight.is_transposed:
                 files.transpose(key)
             if weight is None and tensor.ndim > 2:
                 raise ValueError(
@@ -519,8 +507,8 @@ def _fill(to: Tensor, tensor: Tensor, entry: Entry, read: Callable[[Index], Tens
 def _read(entry: Entry, files: _Files, index: Index) -> Tensor:
     data = files[entry.key]
     lacking = len(index) - len(data.get_shape())
-    values = data[index[lacking:]]
-    return values.view((1,) * lacking + values.shape)
+    values: Tensor = data[index[lacking:]][(None,) * lacking]
+    return values
 
 
 def _dequantized(entry: Entry, files: _Files, index: Index) -> Tensor:
@@ -550,8 +538,7 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[Tensor, tuple[int, ...]]:
         counted = [-(-n // b) for n, b in zip(size, block, strict=True)]
         if numbers in ([1] * len(shape), [*shape[:-2], *counted]):
             by_block = (*entry.size[:-2], *counted)
-            scales = scales.view(()) if scales.numel() == 1 else scales.view(by_block)
-            return scales.expand(by_block), block
+            return scales.view(() if scales.numel() == 1 else by_block).expand(by_block), block
     raise ValueError(
         f"load_float8_checkpoint: {key} is {list(files.shape(key))}, which is neither one scale "
         f"for {list(shape)}, nor one per row or per square block of {_BLOCKS}; dequantize the "

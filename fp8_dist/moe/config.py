@@ -21,8 +21,8 @@ class Float8ExpertsConfig:
             row of both. ``"tensorwise"``: one per expert, and one per row of tokens.
             ``"blockwise"`` (``"mxfp8"``), as for linear layers: one per block of 128 x 128
             (32 x 32) values of an expert, and one per 1 x 128 (1 x 32) values of a row. ``None``:
-            nothing is cast, and GEMMs are in bf16, for weights that alone are stored in few bits
-            (:func:`fp8_dist.freeze_to_float8`).
+            GEMMs take all operands in bf16, without scales, for weights that alone are stored in
+            few bits (:func:`fp8_dist.freeze_to_float8`).
         weight_format: the format of weights with ``"blockwise"`` and ``"mxfp8"``, as for linear
             layers (:attr:`fp8_dist.CastConfig.format`).
         weight_block_size: the size of a weight's blocks ``[N, K]``, as for linear layers

@@ -299,7 +299,7 @@ class Float8Weight:
         # One that is parametrized, by adapters, is among the parameters of the module, too.
         for parameter in [self.master()] if is_written else self.module.parameters():
             data = local_tensor(parameter)
-            if isinstance(data, StoredFloat8) and data.memory == local.memory:
+            if isinstance(data, StoredFloat8) and data.plain.is_set_to(local.plain):
                 return self.stored(parameter)
         return None
 

@@ -66,11 +66,7 @@ _LISTS = (list, tuple)
 
 def _valid(source: int, fingerprint: int = 0) -> int:
     """The value of ``valid`` after statistics were computed; fingerprint 0 if not stored."""
-    return 4 * fingerprint + source
-
-
-def _fingerprint_of(valid: int) -> int:
-    return valid >> 2
+    return (fingerprint << 2) + source
 
 
 def _is_invalid(valid: Any) -> Any:
@@ -229,7 +225,7 @@ class KnownWeight(WrapperParameter):
 
         ``x``: the values, perhaps on another device. The result is on the device of ``x``.
         """
-        if _fingerprint_of(self._state()) != self._fingerprint(kept):
+        if self._state() >> 2 != self._fingerprint(kept):
             return {}
         return kept.unpack(self.known.to(x.device), x.shape)
 

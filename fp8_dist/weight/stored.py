@@ -184,11 +184,6 @@ class StoredFloat8(Stored):
         made.weight = self.weight
         return made
 
-    @property
-    def memory(self) -> object:
-        """Where the data is: equal for tensors that are the same part of the same memory."""
-        return self.plain.data_ptr(), self.plain.shape, self.plain.stride()
-
     def unpacked(self, scheme: Scheme, after: torch.Tensor | None = None) -> torch.Tensor:
         """The data in float8; ``after``: as in :func:`fp8_dist.scaling.operators.unpack`."""
         return self.plain

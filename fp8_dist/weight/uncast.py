@@ -53,10 +53,8 @@ class Uncast(NamedTuple):
         statistics, quantized = self.statistics, None
         if isinstance(local, StoredFloat8):
             scheme = self.stored_as or self.scheme
-            position = scheme.start(self.layout), scheme.splits_blocks(self.layout)
-            quantized = Quantized(
-                local.unpacked(scheme, depends_on), statistics[:1], scheme, *position
-            )
+            at = scheme.start(self.layout), scheme.splits_blocks(self.layout)
+            quantized = Quantized(local.unpacked(scheme, depends_on), statistics[:1], scheme, *at)
             if self.stored_as is not None:
                 local, statistics = dequantize(quantized, local.dtype), statistics[1:]
                 quantized = None

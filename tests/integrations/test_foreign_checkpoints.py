@@ -97,7 +97,7 @@ ONES = {"0.weight_scale": torch.ones(2, 3)}
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({}, "are none. It needs one tensor, 0.weight_scale_inv or 0.weight_scale or 0.scale; "),
+        ({}, "are none. It needs one tensor, 0.weight_scale_inv or 0.weight_scale; rename its"),
         ({"0.weight_scaling": torch.ones(())}, "are 0.weight_scaling. It needs one tensor"),
         ({"0.qscale_weight": torch.ones(())}, "float8, and its scales in the checkpoint are none"),
         (ONES | {"0.weight_scale_inv": torch.ones(())}, "are 0.weight_scale, 0.weight_scale_inv."),

@@ -253,6 +253,23 @@ def test_adapters_that_add_to_the_base(recipe: str) -> None:
         assert losses[0][-1] < losses[0][0]
 
 
+def test_dora_on_a_base_in_bf16() -> None:
+    outputs = []
+    for is_stored in (True, False):
+        base = convert_to_float8_training(MLP().bfloat16(), config=CONFIGS["mxfp4"])
+        freeze(base.requires_grad_(False))
+        if not is_stored:
+            unfreeze_from_float8(base)
+        torch.manual_seed(4)
+        adapters = LoraConfig(r=8, target_modules=["up", "down"], use_dora=True)
+        peft = get_peft_model(base, adapters, autocast_adapter_dtype=False)  # type: ignore[arg-type]
+        outputs.append(peft(torch.ones(16, base.up.in_features, dtype=torch.bfloat16)))
+        if is_stored:
+            with pytest.raises(NotImplementedError, match="on a weight that is stored in float8"):
+                peft.merge_adapter()
+    assert torch.equal(*outputs)
+
+
 def test_adapters_that_read_the_base() -> None:
     with pytest.raises(NotImplementedError, match=r"read it with fp8_dist\.dequantized"):
         adapted("blockwise", "before", init_lora_weights="pissa")

@@ -168,8 +168,8 @@ freeze_to_float8: 0.weight is [32, 33], and an odd number of columns can't be pa
 freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
 freeze_to_float8: 0.weight is cast to four bits in squares, and block_size=(1, 32) would cast it twice; leave block_size out, or pass weight_block_size to the recipe
 freeze_to_float8: 0.weight is not cast to four bits, or stored in float8 already; convert the model with weight_format="mxfp4", or pass block_size=(1, 32), and call unfreeze_from_float8 before format="mxfp4"; or leave the layer out (module_filter_fn)
-freeze_to_float8: block_size=(1, 32) with format='float8'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them
-freeze_to_float8: block_size=(1, 16) with format='mxfp4'; pass format="mxfp4", block_size=(1, 32), or leave block_size out to store weights as the recipe casts them""",
+freeze_to_float8: format='float8' with block_size=(1, 32); pass format="mxfp4", block_size=(1, 32), or "float8" or "mxfp4" without block_size to store weights as the recipe casts them
+freeze_to_float8: format='mxfp4' with block_size=(1, 16); pass format="mxfp4", block_size=(1, 32), or "float8" or "mxfp4" without block_size to store weights as the recipe casts them""",
     )
 
 
@@ -619,8 +619,8 @@ def test_what_can_not_be_frozen() -> None:
     refused(nn.ReLU(), "freeze_to_float8: the module has no converted layer; call")
     refused(converted().requires_grad_(True), "no float8 weight of the module is frozen, or")
     refused(converted(), "admits none; call", module_filter_fn=lambda *_: False)
-    refused(converted("rowwise"), "0.weight is cast with several scales for each value, so")
-    refused(converted(), """format='fp4' is neither "float8" nor "mxfp4\"""", format="fp4")
+    refused(converted("rowwise"), "0.weight is multiplied in high precision in a GEMM, or cast")
+    refused(converted(), "format='fp4' with block_size=None; pass format", format="fp4")
     refused(converted("mxfp8"), "0.weight is not cast to four bits, or stored", format="mxfp4")
     net = converted("mxfp4")
     freeze_to_float8(net, module_filter_fn=lambda _, fqn: fqn == "0")
@@ -638,7 +638,7 @@ def test_what_can_not_be_frozen() -> None:
     parametrized = converted()
     nn.utils.parametrize.register_parametrization(parametrized[0], "weight", nn.Identity())
     refused(parametrized, "distributed already, or is not a plain parameter; freeze")
-    refused(layer, "weight is multiplied in high precision in a GEMM, so no one copy in float8")
+    refused(layer, "weight is multiplied in high precision in a GEMM, or cast with several")
     assert "no converted layer" in raised(ValueError, lambda: unfreeze_from_float8(nn.ReLU()))
     text = "dequantized: a Float8Linear has no float8 weight 'bias'; pass a"
     assert text in raised(ValueError, lambda: dequantized(frozen()[0], "bias"))

@@ -95,7 +95,7 @@ class _TransformersExperts(moe.ExpertsAdapter):
     def parts(self, module: Any) -> dict[str, Placement]:
         if module.is_transposed or module.has_bias or not module.is_concatenated:
             return {}
-        first, last = self.weights(module)
+        first, last = weights_of(module)
         # Each rank has a part of gate and a part of up.
         divided: Any = StridedShard(1, split_factor=2) if module.has_gate else Shard(1)
         return {first: divided, last: Shard(2)}

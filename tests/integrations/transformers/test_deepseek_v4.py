@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from ranks import RankPools, device_mesh
 from reference import raised, same_bits
 from safetensors.torch import load_file, save_file
@@ -32,7 +33,6 @@ from fp8_dist import (
     freeze_to_float8,
     load_float8_checkpoint,
 )
-from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
@@ -109,14 +109,17 @@ def of_transformers(folder: str | Path) -> Any:
     ).requires_grad_(False)
 
 
-def loaded(folder: str | Path, way: str, like: Any = None, freezes: bool = True) -> Any:
+def loaded(
+    folder: str | Path, way: str, like: Any = None, freezes: bool = True, recipe: Any = None
+) -> Any:
     """A model with experts from the files; ``like``: a model that has its parameters' dtypes."""
-    model: Any = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
     model.requires_grad_(False).eval()
     if like is not None:
         for parameter, other in zip(model.parameters(), like.parameters(), strict=True):
             parameter.data = parameter.data.to(other.dtype)
-    convert_experts_to_float8_training(model, config=Float8ExpertsConfig(recipe=None))
+    convert_experts_to_float8_training(model, config=Float8ExpertsConfig(recipe))
     if freezes:
         freeze_to_float8(model, format="mxfp4", block_size=(1, 32))
     if way == "EP":
@@ -126,8 +129,9 @@ def loaded(folder: str | Path, way: str, like: Any = None, freezes: bool = True)
         dim = Shard(2 if way == "FSDP2 by columns" else 0)
         for experts in float8_experts(model).values():
             fully_shard(experts, mesh=device_mesh(dp=2), shard_placement_fn=lambda _: dim)
-    for parameter in model.parameters():
-        getattr(local_tensor(parameter), "plain", parameter).detach().zero_()
+    model.to_empty(device="cpu")
+    for module in [module for module in model.modules() if hasattr(module, "rotary_emb")]:
+        module.rotary_emb = type(module.rotary_emb)(CONFIG)
     assert load_float8_checkpoint(model, folder) == ([], [])
     return model
 
@@ -181,6 +185,35 @@ def test_dense_weights_stay_in_float8(folder: Path) -> None:
         assert same_bits(dequantized(layer), theirs.get_parameter(f"{name}.weight"))
 
 
+ADAPTERS = LoraConfig(
+    r=4,
+    target_modules=["q_a_proj"],
+    target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    init_lora_weights=False,
+)
+
+
+def trained(folder: Path, recipe: Any, freezes: bool) -> list[Tensor]:
+    """The losses of two steps of adapters, and the adapters after them."""
+    model = loaded(folder, "one device", freezes=freezes, recipe=recipe)
+    torch.manual_seed(5)
+    peft = get_peft_model(model, ADAPTERS)
+    adapters, losses = [p for p in peft.parameters() if p.requires_grad], []
+    optimizer = torch.optim.SGD(adapters, lr=0.1)
+    for _ in range(2):
+        losses.append(peft(IDS).logits.float().square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *adapters]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", [None, "mxfp8"])
+def test_adapters_have_the_bits_of_the_dequantized_base(folder: Path, recipe: Any) -> None:
+    assert all(map(same_bits, *(trained(folder, recipe, freezes) for freezes in (True, False))))
+
+
 W1 = "layers.1.ffn.experts.2.w1"
 
 
@@ -196,8 +229,12 @@ def test_wrong_entries_are_named_before_anything_is_written(folder: Path, tmp_pa
         ({"scale": scales[:, :3]}, layout.format(64, "F8_E8M0 [64, 3]")),
         ({"weight": codes[:32], "scale": scales[:32]}, f"{W1}.weight has values of shape [32, 12"),
         ({"scale": nan}, f"{W1}.scale has the exponent 255"),
-        ({"scale": scales.float()}, layout.format(64, "F32 [64, 4]")),
-        ({"scale": torch.ones(())}, layout.format(64, "F32 []")),
+        ({"scale": scales.float()}, f"unexpected {W1}.scale"),
+        ({"scale": scales[0, 0]}, layout.format(64, "F8_E8M0 []")),
+        (
+            {"weight_scale_inv": scales.clone()},
+            f"{W1}.weight is in float8, and its scales in the checkpoin",
+        ),
         ({"scale": None}, f"{W1}.weight has values of shape [64, 64], and the model has [1, 64,"),
         ({"weight": None, "scale": None}, f"missing {W1}.weight"),
     ):

@@ -271,7 +271,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     assert_expected_inline(
         "\n".join(texts),
         """\
-load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is missing. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; save the checkpoint in the layout of GPT-OSS or DeepSeek-V4
+load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks is U8 [4, 64, 4, 16], and model.layers.1.mlp.experts.down_proj_scales is missing []. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] in place of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; save the checkpoint in the layout of GPT-OSS or DeepSeek-V4
 load_float8_checkpoint: the checkpoint and the model have other names: missing model.layers.1.mlp.experts.down_proj; unexpected model.layers.1.mlp.experts.down_proj_scales. Pass strict=False to load the rest
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_scales has the exponent 255, NaN; download the checkpoint, or save it, again
 load_float8_checkpoint: model.layers.1.mlp.experts.down_proj_blocks has values of shape [3, 128, 64], and the model has [4, 128, 64]
