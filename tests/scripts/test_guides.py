@@ -40,9 +40,8 @@ def add_recipe(folder: Path) -> None:
     insert(names, '    MXFP8 = "mxfp8"\n', f'    {RECIPE.upper()} = "{RECIPE}"\n')
     insert(
         folder / "fp8_dist/config.py",
-        "    Float8LinearRecipeName.DELAYED: lambda: _alike(CastConfig(ScalingType.DELAYED)),\n",
-        f"    Float8LinearRecipeName.{RECIPE.upper()}: "
-        "lambda: _alike(CastConfig(target_dtype=e4m3())),\n",
+        '    "delayed": lambda: _alike(CastConfig(ScalingType.DELAYED)),\n',
+        f'    "{RECIPE}": lambda: _alike(CastConfig(target_dtype=e4m3())),\n',
     )
     support, recipes = folder / "docs/support.md", folder / "docs/recipes.md"
     insert(
