@@ -339,7 +339,10 @@ def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """The address of the storage object, the same for all views."""
+    """The address of the storage object, the same for all views.
+
+    It may be that of a later storage, unless a StorageWeakRef exists.
+    """
     return tensor.untyped_storage()._cdata
 
 
@@ -488,10 +491,15 @@ def has_dispatch_modes() -> bool:
 
 
 def can_skip_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether an operator's implementation may be called directly, which is faster."""
+    """Whether an operator's implementation may be called directly, which is faster.
+
+    The values of a tensor with the negative bit (``z.conj().imag``) are not those of its storage.
+    The dispatcher resolves the bit before it calls an implementation.
+    """
     return (
         not torch.compiler.is_dynamo_compiling()
         and type(tensor) in _PLAIN
         and not _len_torch_dispatch_stack()
         and not tensor.is_meta
+        and not tensor.is_neg()
     )

@@ -226,7 +226,9 @@ def _report(owner: Owner, operand: Operand, original: Original, lows: Casts) -> 
     """
     if isinstance(original.high, internals.STAND_INS):
         return
-    original = original._replace(high=internals.innermost(original.high))
+    # Observers read the bits of the values.
+    values = internals.innermost(original.high).resolve_neg()
+    original = original._replace(high=values)
     repeats = operand != "grad_output"
     for observer, block in [*_observers.items()]:
         new = lows

@@ -14,6 +14,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from fp8_dist import mesh
@@ -208,7 +209,7 @@ def wait_local(operand: Local, scheme: Scheme | None) -> Local:
 def cast_input(x: torch.Tensor, plan: CastPlan, use: Use | None = None) -> Copies:
     """Cast a plain input as a matrix, or return the cached copies of the same values."""
     key = _cache_key(x)
-    cached = None if key is None else _look_up_cast(x, key)
+    cached = None if key is None else _look_up_cast(x, key)  # Note [Shared casts of inputs]
     if cached is not None and plan.begins(cached[0]):
         copies = cached[1][: len(plan.of)]
         if use is not None:
@@ -221,9 +222,23 @@ def cast_input(x: torch.Tensor, plan: CastPlan, use: Use | None = None) -> Copie
 
 
 class _CachedCast(NamedTuple):
-    """The float8 copies of an input, cached until autograd frees the one that it saved."""
+    """The float8 copies of an input, cached until autograd frees the one that it saved.
+
+    Note [Shared casts of inputs]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    Layers that take the same tensor in eager code (``wq``, ``wk``, ``wv``) share a cast. They save
+    time, and autograd saves one copy for all of them, as it does for nn.Linear's inputs. (Compiled
+    graphs share equal casts by themselves.) A cast is shared only if nothing that torch can tell
+    has changed: the tensor or the base of the view, its version, storage and address, shape,
+    strides, offset and dtype, the stream, and the capture of a CUDA graph.
+
+    Nothing in torch counts a write through ``x.data``, NumPy, DLPack, a raw pointer or a
+    collective. After such a write, autograd's own saved tensors are wrong, too. docs/state.md says
+    so.
+    """
 
     source: ReferenceType[torch.Tensor]  # only compared by identity
+    storage: StorageWeakRef  # keeps the storage's address, a part of the key, from being reused
     key: Any
     plan: CastPlan
     unsaved: Copies  # the copies that only the forward takes
@@ -240,10 +255,12 @@ def _cache_key(x: torch.Tensor) -> Any:
         return None
     if (version := internals.version_of(x)) is None:
         return None
+    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage.
+    memory = internals.storage_address(x), x.data_ptr()
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     # A CUDA graph must contain its casts, and its replays may write to the input.
     graphs = current_capture(), number_of_replays()
-    return version, shape, x.storage_offset(), x.dtype, current_stream(x.device), graphs
+    return version, memory, shape, x.storage_offset(), x.dtype, current_stream(x.device), graphs
 
 
 def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
@@ -264,7 +281,21 @@ def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> No
     *unsaved, saved = copies
     data = ref(saved.qdata, _drop_cast)
     saved = saved._replace(qdata=saved.scales[0] if saved.scales else x.new_empty(0))
-    _cached_cast = _CachedCast(ref(internals.base_of(x)), key, plan, unsaved, data, saved)
+    _cached_cast = _CachedCast(
+        source=ref(internals.base_of(x)),
+        storage=StorageWeakRef(x.untyped_storage()),
+        key=key,
+        plan=plan,
+        unsaved=unsaved,
+        data=data,
+        saved=saved,
+    )
+
+
+def forget_input_cast() -> None:
+    """Drop the cached cast of an input, after a write that the cache can't notice."""
+    global _cached_cast
+    _cached_cast = None
 
 
 def _drop_cast(data: ReferenceType[torch.Tensor]) -> None:

@@ -9,12 +9,29 @@ from captures import captured
 from reference import same_bits
 from torch import Tensor
 
-from fp8_dist import Float8LinearConfig
+from fp8_dist import Float8Linear, Float8LinearConfig, invalidate_float8_scales
 from fp8_dist.operand.prepare import cast_input, cast_local
 from fp8_dist.scaling import CastPlan
 from fp8_dist.torch_internals import unnoticed_writes
 
 PLAN = CastPlan(Float8LinearConfig.from_recipe_name("rowwise_folded").recipe.schemes["input"])
+
+
+def replaced(x: Tensor, values: Tensor) -> Tensor:
+    x.data = values
+    return x
+
+
+def refilled(x: Tensor) -> Tensor:
+    """The tensor, whose storage was allocated anew with other values."""
+    storage, size = x.untyped_storage(), x.untyped_storage().nbytes()
+    held = storage.clone()  # so that the new memory is elsewhere
+    storage.resize_(2 * size)
+    storage.resize_(size)
+    assert held.nbytes() == size
+    with unnoticed_writes(x):
+        return x.mul_(3)
+
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda x: x,
@@ -25,6 +42,8 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "another dtype": lambda x: x.view(torch.float16),
     "what was written": lambda x: x.mul_(3),
     "a copy": torch.clone,
+    "another storage": lambda x: replaced(x, 3 * x),
+    "a storage that was moved": refilled,
 }
 
 
@@ -37,6 +56,47 @@ def test_views_share_a_cast_of_the_same_values(view: str) -> None:
     assert same_bits(found.qdata, expected.qdata)
     assert same_bits(found.scales[0], expected.scales[0])
     assert (found.qdata is first.qdata) is (view in ("itself", "tokens"))
+
+
+def test_the_address_of_a_freed_storage() -> None:
+    x = torch.randn(48, 64)
+    kept, address = cast_input(x, PLAN), x.data_ptr()
+    replaced(x, torch.randn(48, 64))
+    others = []
+    while x.data_ptr() != address:
+        others.append(torch.randn(48, 64))
+        replaced(x, others[-1])
+        assert len(others) < 1000
+    found, expected = cast_input(x, PLAN)[0], cast_local(x, PLAN)[0][0]
+    assert found.qdata is not kept[0].qdata
+    assert same_bits(found.qdata, expected.qdata)
+
+
+def by_numpy(x: Tensor) -> None:
+    array = x.numpy()
+    array *= 3
+
+
+UNNOTICED: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda x: x.data.mul_(3),
+    "numpy": by_numpy,
+    "dlpack": lambda x: torch.from_dlpack(x).mul_(3),
+}
+
+
+@pytest.mark.parametrize("write", UNNOTICED)
+def test_writes_that_nothing_counts(write: str) -> None:
+    # docs/state.md lists them.
+    layers = [Float8Linear(64, 32) for _ in range(3)]
+    x = torch.randn(48, 64)
+    outputs = [layers[0](x)]  # autograd keeps the cast
+    UNNOTICED[write](x)
+    outputs += [layers[1](x), layers[1](x.clone())]
+    outputs.append(layers[2](x))
+    assert not same_bits(outputs[1], outputs[2])
+    assert same_bits(outputs[3], layers[2](x.clone()))
+    invalidate_float8_scales(layers[0])
+    assert same_bits(layers[1](x), outputs[2])
 
 
 def test_parts_of_a_tensor_have_casts_of_their_own() -> None:
