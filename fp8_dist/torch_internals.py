@@ -145,6 +145,25 @@ def disabled_in_graphs(reason: str | None = None) -> Callable[[Callable[_P, _R]]
     return decorate
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Make normal tensors, which autograd can save, in any mode; a context or a decorator.
+
+    Note [What outlives a call]
+    ~~~~~~~~~~~~~~~~~~~~~~~~~~~
+    A tensor that is made under ``torch.inference_mode`` is an inference tensor for all its life.
+    Autograd can't save it, and code outside of the mode can't write to it. An evaluation may run
+    between any two steps of a training. So whatever outlives a call is made within this context:
+    scales and statistics of weights, casts that are kept, amax histories, handles, parameters and
+    their wrappers. What a forward makes for itself needs no context: it is gone before the next.
+
+    A view of a normal tensor is normal in any mode, but ``x.view(dtype)`` is not.
+    """
+    # (inference_mode(False) enables gradients.)
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def allowed_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.allow_in_graph`` without its import of dynamo.
 

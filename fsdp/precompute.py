@@ -30,7 +30,7 @@ from fp8_dist.mesh import Layout, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Scheme, Statistics
 from fp8_dist.scaling.reduction import Placed, all_reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import disabled_in_graphs, set_dtensor_local
+from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors, set_dtensor_local
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import PRECOMPUTED, Kept, KnownWeight
@@ -151,8 +151,7 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 @disabled_in_graphs(
     "precompute_float8_dynamic_scale looks at weights, which graphs write to when they end"
 )
-@torch.inference_mode(False)  # autograd can't save inference tensors
-@torch.no_grad()
+@normal_tensors()
 def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
     """Run :func:`precompute_float8_dynamic_scale` for the given weights, by FQN; None: all."""
     if chosen is None:

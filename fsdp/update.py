@@ -13,7 +13,7 @@ from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
-from fp8_dist.torch_internals import disabled_in_graphs
+from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors
 from fp8_dist.weight import optimizer_steps
 from fp8_dist.weight.weights import float8_weights, mark_scales_ready, weights_of_model
 
@@ -53,7 +53,7 @@ def update_float8_scales(module: nn.Module) -> None:
 
 
 @disabled_in_graphs("sync_float8_amax_and_scale_history updates what graphs ask for when they run")
-@torch.no_grad()
+@normal_tensors()
 def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     """Add the amaxes of this step to the histories of all DELAYED operands, and update the scales.
 

@@ -160,6 +160,16 @@ class Float8AllGatherWeight(KnownWeight):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
+        with internals.normal_tensors():  # FSDP2 keeps them while the group stays unsharded
+            return self._unsharded(all_gather_outputs, metadata, param_dtype, out)
+
+    def _unsharded(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: _Metadata,
+        param_dtype: torch.dtype,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         data, *arrived = all_gather_outputs
         (kept, plan, arrives, moving), known, size = metadata
         (scheme,) = kept.schemes
@@ -179,8 +189,7 @@ class Float8AllGatherWeight(KnownWeight):
         # tensors that this method returns. The output is padded, and its shape is not the weight's
         # if a dim other than the first is sharded.
         if plan.packed:
-            with torch.inference_mode(False):  # it is kept for training
-                qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
+            qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
         else:
             qdata = unpadded(data, scheme.dtype, size)
@@ -206,8 +215,7 @@ def _cast_shard(
     gather, shard = weight.gather(), shard.detach()
     scales: Scales = ()
     (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
-    # Autograd can't save inference tensors. (It records no operators on a detached shard.)
-    with torch.inference_mode(False):
+    with internals.normal_tensors():
         if whole:
             (statistics,) = source.statistics(shard, (scheme,), layout)
             parts = scheme.local_part(scheme.scales_from(statistics), gather.arrives)
@@ -224,8 +232,7 @@ def _cast_shard(
     return _ShardCast((data, *carried), (gather, scales or cast.scales, size), amax)
 
 
-@torch.inference_mode(False)  # autograd can't save inference tensors
-@torch.no_grad()
+@internals.normal_tensors()
 def keep_casts(weights: Iterable[Float8Weight]) -> None:
     """Cast the shards that FSDP2 gathers in float8, for the gathers until the next update.
 
@@ -319,6 +326,7 @@ def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     data.untyped_storage().resize_(0)
 
 
+@internals.normal_tensors()
 def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Float8Weight]) -> None:
     """Wrap the local tensor of a sharded parameter, so that FSDP2 gathers it as its layers ask.
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +22,7 @@ from fp8_dist.model.routers import routers
 from fp8_dist.moe import experts as moe_experts
 from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
 from fp8_dist.text import alike, alike_names, warn_once
+from fp8_dist.torch_internals import normal_tensors
 from fp8_dist.weight import agreement
 from fp8_dist.weight.weights import float8_weights, weights_of
 
@@ -100,7 +100,7 @@ def convert_to_float8_training(
     return module
 
 
-@torch.no_grad()
+@normal_tensors()
 def convert_to_linear(module: nn.Module) -> nn.Module:
     """Turn the float8 layers and experts of a model back, in place.
 

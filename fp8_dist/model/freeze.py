@@ -10,13 +10,13 @@ from fp8_dist.moe.experts import ExpertWeight, FilterFn, check_arguments
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import CastPlan, Mxfp4, Scheme
-from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp
+from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp, normal_tensors
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored_weight import share, store_in_float8
 from fp8_dist.weight.weights import float8_weights, warn_of_ddp, weights_of, weights_of_model
 
 
-@torch.no_grad()
+@normal_tensors()
 def freeze_to_float8(
     module: nn.Module,
     *,
@@ -133,7 +133,7 @@ def freeze_to_float8(
     return stored
 
 
-@torch.no_grad()
+@normal_tensors()
 def unfreeze_from_float8(module: nn.Module) -> list[str]:
     """Store weights in high precision again, in place: the inverse of :func:`freeze_to_float8`.
 

@@ -26,6 +26,7 @@ from fp8_dist.mesh import local_pieces, local_tensor, narrowed, regions, with_lo
 from fp8_dist.model.export import unwrapped, weights_by_key
 from fp8_dist.moe.experts import ExpertWeight
 from fp8_dist.text import without_wrappers
+from fp8_dist.torch_internals import normal_tensors
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import StoredScales
@@ -203,7 +204,7 @@ class LoadedKeys(NamedTuple):
     unexpected_keys: list[str]
 
 
-@torch.no_grad()
+@normal_tensors()
 def load_float8_checkpoint(
     model: nn.Module, files: str | Path | Sequence[str | Path], *, strict: bool = True
 ) -> LoadedKeys:

@@ -48,6 +48,7 @@ from fp8_dist.mesh import all_reduce_max, groups_over
 from fp8_dist.operand.sources import Request, State, owner_of, query, register_handle
 from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.text import warn_once
+from fp8_dist.torch_internals import normal_tensors
 
 # The name of the history of an input that PrepareFloat8ModuleInput casts.
 PREPARED_INPUT = "prepared_input"
@@ -142,6 +143,7 @@ class AmaxHistory(State):
         row = self.history.cpu()
         return row[row > 0]
 
+    @normal_tensors()
     def load(self, history: torch.Tensor) -> None:
         """Continue from a saved history, cut to ``length``. An empty one starts a new history."""
         self.current = self.history = self.statistic = self.last = None

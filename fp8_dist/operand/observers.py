@@ -183,7 +183,7 @@ def _notify(method: Callable[..., None], *arguments: Any) -> None:
     """Call an observer's method without gradients, outside dispatch modes."""
     in_mode = torch.is_inference_mode_enabled() or internals.has_dispatch_modes()
     if torch.is_grad_enabled() or in_mode:
-        with internals.without_dispatch_modes(), torch.inference_mode(False), torch.no_grad():
+        with internals.without_dispatch_modes(), internals.normal_tensors():
             method(*arguments)
     else:  # in an autograd function, where entering these contexts would only cost time
         method(*arguments)

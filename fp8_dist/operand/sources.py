@@ -29,7 +29,7 @@ from fp8_dist import scaling
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.mesh import Layout
 from fp8_dist.scaling import Scheme, Statistics, operators, reduction
-from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed
+from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed, normal_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -149,7 +149,8 @@ def register_handle(owner: object) -> Tensor:
     """Make a handle for an object: a 0-dim int64 CPU tensor."""
     number = next(_numbers)
     _owners[number] = owner
-    return torch.tensor(number, device="cpu")
+    with normal_tensors():
+        return torch.tensor(number, device="cpu")
 
 
 def owner_of(handle: Tensor) -> Any:
@@ -170,7 +171,7 @@ def query(schema: str) -> Callable[[Callable[P, R]], CustomOp[P, R]]:
     """
 
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
-        implementation = torch.inference_mode(False)(torch.no_grad()(function))
+        implementation = normal_tensors()(function)
         # A CUDA graph would replay the result that it was captured with.
         op = CustomOp(schema, implementation, (torch.Tag.cudagraph_unsafe,))
         QUERIES[op.overload] = implementation

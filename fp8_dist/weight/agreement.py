@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from fp8_dist.torch_internals import STAND_INS, innermost, without_dispatch_modes
+from fp8_dist.torch_internals import STAND_INS, innermost, normal_tensors, without_dispatch_modes
 
 # Modules whose parameters and layers were compared, including their submodules.
 _compared: "WeakSet[nn.Module]" = WeakSet()
@@ -105,7 +105,7 @@ def first_difference(
         return None
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    with without_dispatch_modes(), torch.inference_mode(False):
+    with without_dispatch_modes(), normal_tensors():
         bounds = torch.tensor([digest, -digest], device=device)
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group)

@@ -520,6 +520,8 @@ class Float8Weight:
         ``begins``: whether the pass begins to accumulate gradients. ``None``: decided by the
         weight's own gradient if the weight is a trained leaf, else unknown.
         """
+        if internals.backward_id() < 0 and not self.module.training:
+            return  # an evaluation of a layer that has no backward
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
             in_fsdp = [] if self.fsdp is None else [self.fsdp]

@@ -339,5 +339,5 @@ def _flag() -> Tensor:
     # A normal tensor on the host, which can be written to in any mode.
     if torch.compiler.is_compiling():
         return torch.full((), UNKNOWN, dtype=torch.int64, device="cpu")
-    with torch.inference_mode(False), torch_internals.outside_of_modes():
+    with torch_internals.normal_tensors(), torch_internals.outside_of_modes():
         return torch.full((), UNKNOWN, dtype=torch.int64, device="cpu")

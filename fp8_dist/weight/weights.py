@@ -10,7 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.device import current_capture
 from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
-from fp8_dist.torch_internals import is_plain, parameters_of_ddp, set_dtensor_local
+from fp8_dist.torch_internals import (
+    is_plain,
+    normal_tensors,
+    parameters_of_ddp,
+    set_dtensor_local,
+)
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored_weight import check_has_no_codes
@@ -66,6 +71,7 @@ def load_weights(
             state[key] = with_local(entry, local.like(local_tensor(entry)))
 
 
+@normal_tensors()
 def attach_statistics(weights: Iterable[Float8Weight]) -> None:
     """Attach a cache of statistics to weights whose scales cover values of several ranks.
 

@@ -64,10 +64,10 @@ class WrapperParameter(TensorSubclass):
         # Under inference_mode too, a view of a parameter is not an inference tensor.
         with torch.inference_mode(plain.is_inference()):
             self = torch_internals.make_wrapper(cls, plain, dtype, plain.is_pinned(), shape)
-        self.plain = plain
-        for name, value in values.items():
-            setattr(self, name, value)
-        self.set_up(**parts)
+            self.plain = plain
+            for name, value in values.items():
+                setattr(self, name, value)
+            self.set_up(**parts)
         return self
 
     @classmethod

@@ -18,6 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--cases", type=positive, default=300, help="how many; default: %(default)s")
     add("--seed", type=int, default=0, help="of the drawing; default: %(default)s")
     add("--ranks", type=positive, default=4, help="at most, of a case; default: %(default)s")
+    add("--jobs", type=positive, default=2, help="cases at a time; default: %(default)s")
     add("--case", type=json.loads, help="run this case alone, as a report shows it")
     args = parser.parse_args(argv)
     return import_module("scripts.measure.properties_run").run(args)

@@ -3,9 +3,11 @@
 import argparse
 import json
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -29,12 +31,9 @@ SHOWN = 3
 TURN = 50
 
 
-def run_cases(
-    count: int, seed: int, max_ranks: int, pools: RankPools
-) -> list[tuple[TrainCase, Verdict]]:
-    """Judge `count` cases drawn from a seed, or fewer after Ctrl-C."""
-    verdicts: list[tuple[TrainCase, Verdict]] = []
-    progress = tqdm(total=count, unit="case")
+def drawn(count: int, seed: int, max_ranks: int) -> list[TrainCase]:
+    """Draw `count` cases from a seed."""
+    cases: list[TrainCase] = []
     for turn, start in enumerate(range(0, count, TURN)):
 
         @hypothesis.seed(seed * 100_000 + turn)
@@ -47,16 +46,46 @@ def run_cases(
         )
         @hypothesis.given(train_cases(max_ranks))
         def each(case: TrainCase) -> None:
-            verdict = verdict_of(case, pools)
+            cases.append(case)
+
+        each()
+    return cases
+
+
+def judged(cases: Sequence[TrainCase], jobs: int) -> list[tuple[TrainCase, Verdict]]:
+    """Judge cases, `jobs` at a time, each on ranks of its own; fewer after Ctrl-C.
+
+    One case leaves processors idle, because its ranks wait for each other.
+    """
+    verdicts: list[tuple[TrainCase, Verdict]] = []
+    waiting = iter(cases)
+    lock, progress = threading.Lock(), tqdm(total=len(cases), unit="case", smoothing=0)
+
+    def judge_next(pools: RankPools) -> bool:
+        with lock:
+            case = next(waiting, None)
+        if case is None:
+            return False
+        verdict = verdict_of(case, pools)
+        with lock:
             if verdict.kind == "FAILED":
                 progress.write(f"{to_json(case)}\n  {verdict.name}")
             verdicts.append((case, verdict))
             progress.update()
+        return True
 
+    def judge_all() -> None:
+        with closing(RankPools()) as pools:
+            while judge_next(pools):
+                pass
+
+    with ThreadPoolExecutor(jobs) as executor:
+        running = [executor.submit(judge_all) for _ in range(jobs)]
         try:
-            each()
+            for each in running:
+                each.result()
         except KeyboardInterrupt:
-            break
+            waiting = iter(())
     progress.close()
     return verdicts
 
@@ -96,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
             verdict = verdict_of(from_json(json.dumps(args.case)), pools)
             print(f"{verdict.kind}: {verdict.text}" if verdict.text else verdict.kind)
             return int(verdict.kind == "FAILED")
-        verdicts = run_cases(args.cases, args.seed, args.ranks, pools)
+        verdicts = judged(drawn(args.cases, args.seed, args.ranks), args.jobs)
         print(f"{counts(verdicts)}\n\n{errors(verdicts)}")
         failed: dict[str, list[tuple[TrainCase, Verdict]]] = {}
         for case, verdict in verdicts:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from nets import full
 from property_cases import TrainCase, processes
 from property_training import GatedNet, World, all_finite
 from property_verdicts import WrongResult
@@ -77,7 +76,7 @@ def write_after_precompute(world: World) -> None:
     write = world.case.seed + world.passes
     with torch.no_grad():
         kinds[write % 5 if counted else 3 + write % 2]()
-    world.run(training=write % 3 > 0)
+    (world.run if write % 3 else world.evaluate)()
 
 
 def load_checkpoint(world: World) -> None:
@@ -91,13 +90,13 @@ def load_checkpoint(world: World) -> None:
         step(world)
         dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
     Float8State(world.twin).load_state_dict(histories)
-    world.run(training=True)
+    world.run()
 
 
 def load_elsewhere(world: World) -> None:
     """Load a DCP checkpoint on another mesh, into a model with other weights, and continue."""
     histories = Float8State(world.twin).state_dict()
-    before = whole_state(world.net)
+    before = world.weights()
     had_tp = world.tp > 1
     with checkpoint_folder(processes(world.case.mesh)) as folder:
         no_dist = processes(world.case.mesh) == 1
@@ -108,7 +107,7 @@ def load_elsewhere(world: World) -> None:
         edit(world.net)
         state = {"model": world.net, "float8": Float8State(world.net)}
         dcp.load(state, checkpoint_id=folder, no_dist=no_dist)
-    after = whole_state(world.net)
+    after = world.weights()
     changed = [name for name in before if not same_values(before[name], after[name])]
     if changed:
         raise WrongResult(f"{changed} are not what was saved")
@@ -117,11 +116,7 @@ def load_elsewhere(world: World) -> None:
         first, other = histories["layers.0.w1"], histories["layers.0.w3"]
         other["input"] = [] if had_tp else first["input"]
     Float8State(world.twin).load_state_dict(histories)
-    world.run(training=True)
-
-
-def whole_state(net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(tensor).clone() for name, tensor in net.state_dict().items()}
+    world.run()
 
 
 @contextmanager
@@ -141,9 +136,11 @@ def freeze(frozen: bool, net: GatedNet) -> None:
         layer.w1.weight.requires_grad_(not frozen)
 
 
-def step(world: World, update: bool = True) -> None:
-    world.run(training=True)
+def step(world: World, update: bool = True, evaluates: bool = False) -> None:
+    world.run()
     world.optimizer.step()
+    if evaluates:
+        world.evaluate()
     if update:
         world.update()
 
@@ -152,23 +149,24 @@ def scaled_step(world: World, overflow: bool = False) -> None:
     """Step with a GradScaler, which skips the optimizer step if a gradient is not finite."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.ones(()))  # initializes the scaler
-    world.run(training=True, overflow=overflow)
-    before = whole_state(world.net)
-    grads = [p.grad for p in world.net.parameters()]
-    skips = not all_finite(full(grad) for grad in grads if grad is not None)
+    world.run(overflow=overflow)
+    before = world.weights()
+    skips = not all_finite(grad for _, grad in world.gradients() if grad is not None)
     scaler.step(world.optimizer)
     scaler.update()
-    after = whole_state(world.net)
+    after = world.weights()
     same = all(same_values(before[name], after[name]) for name in before)
     if skips and not (same and scaler.get_scale() == 1.0):
         raise WrongResult("a step with gradients that are not finite was not skipped")
     world.update()
-    world.run(training=True)
+    world.run()
 
 
-def micro_batches(world: World) -> None:
-    for first in (True, False):
-        world.run(training=True, accumulates=not first)
+def micro_batches(world: World, evaluates: bool = False) -> None:
+    world.run()
+    if evaluates:
+        world.evaluate()
+    world.run(accumulates=True)
     world.optimizer.step()
     world.update()
 
@@ -177,7 +175,7 @@ def deep_copy(world: World) -> None:
     if world.replicas == 1:  # FSDP2 modules can't be copied
         world.net = copy.deepcopy(world.net)
         world.optimizer = world.make_optimizer(world.net)
-    world.run(training=True)
+    world.run()
 
 
 def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
@@ -185,26 +183,38 @@ def changed(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
 
     def take(world: World) -> None:
         world.both(change)
-        world.run(training=True)
+        world.run()
+
+    return take
+
+
+def written(change: Callable[[nn.Module], object]) -> Callable[[World], None]:
+    """As `changed`, for changes of the parameters."""
+
+    def take(world: World) -> None:
+        world.reshard()
+        changed(change)(world)
 
     return take
 
 
 def toggle_checkpointing(world: World) -> None:
     world.checkpointing = not world.checkpointing
-    world.run(training=True)
+    world.run()
 
 
 ACTIONS: dict[str, Callable[[World], None]] = {
     "step": step,
     "step without update": partial(step, update=False),
+    "step, evaluate, update": partial(step, evaluates=True),
     "micro-batches": micro_batches,
-    "evaluate": lambda world: world.run(training=False),
-    "load_state_dict": changed(load),
-    "edit in place": changed(edit),
-    "write .data, invalidate": changed(write_data),
-    "freeze": changed(partial(freeze, True)),
-    "unfreeze": changed(partial(freeze, False)),
+    "micro-batches, evaluate": partial(micro_batches, evaluates=True),
+    "evaluate": World.evaluate,
+    "load_state_dict": written(load),
+    "edit in place": written(edit),
+    "write .data, invalidate": written(write_data),
+    "freeze": written(partial(freeze, True)),
+    "unfreeze": written(partial(freeze, False)),
     "deepcopy": deep_copy,
     "checkpointing": toggle_checkpointing,
     "precompute": changed(precompute_float8_dynamic_scale),

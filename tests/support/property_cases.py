@@ -30,10 +30,16 @@ MESHES: dict[str, tuple[int, int, int, bool]] = {
 }
 # The MixedPrecisionPolicy gathers and computes in bf16, and reduces in fp32. Autocast is to bf16.
 PRECISIONS = ("of the parameters", "MixedPrecisionPolicy", "autocast")
+# What `fully_shard` is called on: the layers and the model, or the model alone, which then stays
+# unsharded after a forward. "layers, kept": the layers stay unsharded, too.
+SHARDINGS = ("layers", "layers, kept", "model")
+EVALUATIONS = ("no_grad", "inference_mode", "eval()", "eval(), no_grad")
 ACTIONS = (
     "step",
     "step without update",
+    "step, evaluate, update",
     "micro-batches",
+    "micro-batches, evaluate",
     "evaluate",
     "load_state_dict",
     "edit in place",
@@ -58,6 +64,8 @@ class TrainCase:
     """Actions on a model on a mesh; each pass is compared with a twin in one process.
 
     Attributes:
+        sharding: one of `SHARDINGS`, on meshes with FSDP2.
+        evaluation: one of `EVALUATIONS`.
         other: the mesh to which "dcp.load, another mesh" changes, and from which it changes back.
         differs: whether the last rank has another config, which all ranks must refuse. (Not on
             meshes with both TP and FSDP2, where replicas would wait for those whose plan fails.)
@@ -67,6 +75,8 @@ class TrainCase:
     other: str = ""
     recipe: str = "tensorwise"
     precision: str = PRECISIONS[0]
+    sharding: str = SHARDINGS[0]
+    evaluation: str = EVALUATIONS[0]
     gather: bool | str = "auto"
     flags: tuple[tuple[str, Any], ...] = ()
     dim: int = 16
@@ -138,6 +148,8 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
         other=other,
         recipe=draw(st.sampled_from([*RECIPES, "delayed"])),
         precision=draw(st.sampled_from(PRECISIONS if has_policy else PRECISIONS[::2])),
+        sharding=draw(st.sampled_from(SHARDINGS)),
+        evaluation=draw(st.sampled_from(EVALUATIONS)),
         gather=draw(st.sampled_from(["auto", "auto", False, True])),
         flags=draw(_flags()),
         dim=draw(st.sampled_from([16, 32, 24, 33, 1, 3])),

@@ -15,8 +15,6 @@ TIMEOUT_S = 120.0
 def verdict_of(case: TrainCase, pools: RankPools) -> Verdict:
     """The verdict on a case. It has failed if its ranks disagree, die or hang."""
     ranks = processes(case.mesh)
-    if ranks == 1:
-        return on_this_rank(case)
     try:
         found = pools(ranks).run(on_this_rank, case, timeout=TIMEOUT_S)
     except RankError as error:

@@ -7,27 +7,29 @@ data-parallel ranks. A pass is right if
 - the output equals the twin's, bitwise without TP, otherwise up to the order of summation;
 - the gradients are the means of the twin's, up to the order of summation.
 
+In every third pass nothing observes the GEMMs, so that the library may use casts that it has kept.
+
 With a delayed scale, a NaN or inf is at first seen only by the rank that holds it
 (docs/numerics.md). If a scale of the twin is NaN, tensor-parallel ranks and shards of weights are
 therefore only checked for having lost it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from gemm_records import GemmRecord, record_gemms
-from nets import GatedMLP, Net, full, net_plan
+from nets import GatedMLP, Net, net_plan
 from property_cases import MESHES, TrainCase, processes
 from property_values import DTYPES, values
 from property_verdicts import WrongResult, documented
 from ranks import device_mesh
 from reference import same_values, scales_of
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -39,7 +41,7 @@ from fp8_dist import (
     invalidate_float8_scales,
     update_float8_scales,
 )
-from fp8_dist.mesh import local_tensor
+from fp8_dist.mesh import full_tensors, local_tensor
 from fp8_dist.tensor_parallel import apply_tp_plan
 
 
@@ -121,6 +123,9 @@ class World:
         self.distribute()
         self.lower_twin()
         self.optimizer = self.make_optimizer(self.net)
+        self.has_run = False
+        # Those of FSDP2 are registered while they are sharded alone.
+        self.sharded = dict(self.net.named_parameters()) if self.replicas > 1 else None
 
     def model(self, config: Float8LinearConfig) -> GatedNet:
         has_tp = any(MESHES[name][2] > 1 for name in self.meshes)
@@ -138,8 +143,10 @@ class World:
             hybrid = self.mesh["replicate"].size() > 1
             data = self.mesh["replicate", "shard"] if hybrid else self.mesh["shard"]
             dtypes = (torch.bfloat16, torch.float32) if self.has_policy else ()
-            for module in (*self.net.layers, self.net):
-                fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(*dtypes))
+            sharding = self.case.sharding
+            keeps = {"reshard_after_forward": False} if sharding == "layers, kept" else {}
+            for module in [self.net] if sharding == "model" else [*self.net.layers, self.net]:
+                fully_shard(module, mesh=data, mp_policy=MixedPrecisionPolicy(*dtypes), **keeps)
 
     def lower_twin(self) -> None:
         """Cast the twin's parameters to the dtype of FSDP2's policy.
@@ -189,22 +196,73 @@ class World:
         shape = (case.batch, case.sequence, case.dim)
         return values(kind, shape, self.compute_dtype, 1000 * case.seed + 10 * self.passes + number)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates, by name."""
+        return dict(self.net.named_parameters()) if self.sharded is None else self.sharded
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The full parameters of the model, by name."""
+        parameters = self.parameters()
+        full = full_tensors([*parameters.values()])
+        return {name: next(full).clone() for name in parameters}
+
+    def gradients(self) -> list[tuple[str, torch.Tensor | None]]:
+        """The full gradients of the model, by name."""
+        grads = {name: p.grad for name, p in self.parameters().items()}
+        full = full_tensors([grad for grad in grads.values() if grad is not None])
+        return [(name, None if grad is None else next(full)) for name, grad in grads.items()]
+
+    def reshard(self) -> None:
+        """Put FSDP2's sharded parameters in place, as code that writes to them must do."""
+        for module in self.net.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def same_weights(self) -> None:
         """Copy the weights of the model to the twin."""
         theirs = dict(self.twin.named_parameters())
         with torch.no_grad():
-            for name, mine in self.net.named_parameters():
-                theirs[name].copy_(full(mine))
+            for name, mine in self.weights().items():
+                theirs[name].copy_(mine)
 
     def is_frozen(self) -> bool:
         """Whether some weights are frozen."""
-        return not all(parameter.requires_grad for parameter in self.net.parameters())
+        return not all(parameter.requires_grad for parameter in self.parameters().values())
 
-    def run(self, training: bool, accumulates: bool = False, overflow: bool = False) -> None:
-        """Run a pass of the model and the twin, and compare them.
+    def observed(self) -> Any:
+        """A context that yields a list of the GEMMs of this pass; None if nothing observes them."""
+        return nullcontext() if self.passes % 3 == 0 else record_gemms()
+
+    def evaluate(self) -> None:
+        """Run a forward as an evaluation does, and compare it. It must leave no trace."""
+        mode, own = self.case.evaluation, self.rank // self.tp
+        if mode == "inference_mode" and self.replicas > 1 and not self.has_run:
+            mode = "no_grad"  # without float8, too, FSDP2's first gather fails there
+        modes = {"inference_mode": torch.inference_mode, "eval()": nullcontext}
+        self.same_weights()
+        self.passes += 1
+        self.net.train(not mode.startswith("eval()"))
+        with modes.get(mode, torch.no_grad)(), self.observed() as found:
+            mine = self.forward(self.net, self.given(self.batch(own)), self.checkpointing)
+        self.net.train()
+        self.has_run = True
+        with torch.no_grad():
+            records, output, summed = self.twin_pass(own, trains=False)
+        mine = local_tensor(mine).detach()
+        if self.spoiled or self.is_local(records):
+            group = slice(own * self.tp, (own + 1) * self.tp)
+            finite = all(self.values_of_ranks(bool(mine.isfinite().all()))[group])
+            self.together(lambda: self.check_not_lost((output, finite), []))
+            return
+        self.together(
+            lambda: self.check_operands(found, records),
+            lambda: self.check_output(mine, self.part(output), records, summed),
+        )
+
+    def run(self, accumulates: bool = False, overflow: bool = False) -> None:
+        """Run a forward and a backward of the model and the twin, and compare them.
 
         Args:
-            training: whether there is a backward.
             accumulates: whether to add to the gradients of the previous pass.
             overflow: whether the output gradient of one replica has an infinite value.
         """
@@ -212,7 +270,7 @@ class World:
         self.same_weights()
         self.passes += 1
         if not accumulates:
-            self.net.zero_grad()
+            self.optimizer.zero_grad()
             if self.case.recipe == "delayed" and self.is_frozen():
                 # With frozen weights, histories don't notice that gradients were dropped.
                 self.both(invalidate_float8_scales)
@@ -220,39 +278,63 @@ class World:
             self.twin_grads: list[list[torch.Tensor | None]] = []
             self.tokens: list[torch.Tensor] = []
         own = self.rank // self.tp
-        with torch.set_grad_enabled(training):
-            with record_gemms() as found:
-                mine = self.forward(self.net, self.given(self.batch(own)), self.checkpointing)
-                if training:
-                    mine.backward(self.part(self.grad(own)))
-            for replica in range(self.replicas) if training else [own]:
-                # With None, the twin would discard the amaxes that it recorded for other replicas.
-                self.twin.zero_grad(set_to_none=not self.twin_grads)
-                with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
-                    theirs = self.forward(self.twin, self.batch(replica))
-                    if training:
-                        theirs.backward(self.grad(replica))
-                self.spoiled |= self.is_local(records)
-                self.twin_grads.append(gradients(self.twin))
-                self.tokens.append(self.grad(replica).abs().sum())
-                if replica == own:
-                    expected, output, summed = records, theirs, inputs
-        net_grads = [(name, p.grad) for name, p in self.net.named_parameters()]
-        whole = [(name, full(grad) if grad is not None else None) for name, grad in net_grads]
-        finite = self.values_of_ranks(bool(local_tensor(mine).isfinite().all()))
+        with self.observed() as found:
+            mine = self.forward(self.net, self.given(self.batch(own)), self.checkpointing)
+            mine.backward(self.part(self.grad(own)))
+        self.has_run = True
+        # The histories of the twin need the passes of all replicas.
+        runs_all = bool(self.config.recipe.delayed)
+        by_replica: dict[int, list[torch.Tensor | None]] = {}
+        for replica in range(self.replicas) if runs_all else [own]:
+            # With None, the twin would discard the amaxes that it recorded for other replicas.
+            first = not (self.twin_grads or by_replica)
+            self.twin.zero_grad(set_to_none=first)
+            found_in_twin = self.twin_pass(replica, trains=True)
+            self.spoiled |= self.is_local(found_in_twin[0])
+            by_replica[replica] = gradients(self.twin)
+            if replica == own:
+                expected, output, summed = found_in_twin
+        grads = [*by_replica.values()] if runs_all else self.of_replicas(by_replica[own])
+        self.twin_grads += grads
+        self.tokens += [self.grad(replica).abs().sum() for replica in range(self.replicas)]
+        whole, mine = self.gradients(), local_tensor(mine).detach()
         if self.spoiled:
-            outputs = (output, all(finite[own * self.tp : (own + 1) * self.tp]))
-            self.together(lambda: self.check_not_lost(outputs, whole if training else []))
-            if training:
-                self.both(invalidate_float8_scales)  # the recorded amaxes differ, too
+            group = slice(own * self.tp, (own + 1) * self.tp)
+            finite = all(self.values_of_ranks(bool(mine.isfinite().all()))[group])
+            self.together(lambda: self.check_not_lost((output, finite), whole))
+            self.both(invalidate_float8_scales)  # the recorded amaxes differ, too
             return
         self.together(
             lambda: self.check_operands(found, expected),
-            lambda: self.check_output(
-                local_tensor(mine).detach(), self.part(output.detach()), expected, summed
-            ),
-            lambda: self.check_gradients(whole) if training else None,
+            lambda: self.check_output(mine, self.part(output), expected, summed),
+            lambda: self.check_gradients(whole),
         )
+
+    def twin_pass(
+        self, replica: int, trains: bool
+    ) -> tuple[list[GemmRecord], torch.Tensor, list[torch.Tensor]]:
+        """Run the twin on a batch: its GEMMs, its output, and the inputs of its last layer."""
+        with record_gemms() as records, inputs_of(self.twin.layers[-1].w2) as inputs:
+            output = self.forward(self.twin, self.batch(replica))
+            if trains:
+                output.backward(self.grad(replica))
+        return records, output.detach(), inputs
+
+    def of_replicas(self, mine: list[torch.Tensor | None]) -> list[list[torch.Tensor | None]]:
+        """The gradients of the twins on all ranks, one list per replica, from those of this one."""
+        if self.replicas == 1:
+            return [mine]
+        found = [grad for grad in mine if grad is not None]
+        sent = torch.cat([grad.view(-1).view(torch.uint8) for grad in found])
+        messages = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+        dist.all_gather(messages, sent)
+        sizes = [grad.numel() * grad.itemsize for grad in found]
+        grads = []
+        for message in messages[:: self.tp]:
+            parts = zip(found, message.split(sizes), strict=True)
+            own = iter([part.view(grad.dtype).view(grad.shape) for grad, part in parts])
+            grads.append([None if grad is None else next(own) for grad in mine])
+        return grads
 
     def is_local(self, records: list[GemmRecord]) -> bool:
         """Whether only some ranks may see a NaN scale of the twin."""
@@ -297,6 +379,11 @@ class World:
                 check()
         except WrongResult as error:
             problem = str(error)
+        if processes(self.case.mesh) > 1:
+            failed = torch.tensor(bool(problem), dtype=torch.uint8)
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            if not failed:
+                return
         for rank, text in enumerate(self.values_of_ranks(problem)):
             if text:
                 raise WrongResult(f"rank {rank}: {text}")
@@ -320,7 +407,9 @@ class World:
         whole = DTensor.from_local(x, self.mesh["tp"], [Replicate()], run_check=False)
         return whole.redistribute(placements=[Shard(1)])
 
-    def check_operands(self, found: list[GemmRecord], expected: list[GemmRecord]) -> None:
+    def check_operands(self, found: list[GemmRecord] | None, expected: list[GemmRecord]) -> None:
+        if found is None:
+            return
         by_name = {(r.fqn, r.gemm): r for r in expected}
         rank = self.rank % self.tp
         for record in found:

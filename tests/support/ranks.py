@@ -25,6 +25,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -61,6 +62,8 @@ PRELOADED = [
 ]
 # Also imported there if this process has imported them, as many test modules do.
 PRELOADED_IF_USED = ["pytest", "nets", "hf_experts", "hf_models", "peft", "recorded_cases"]
+# Pools may be used by several threads, and a start changes the environment.
+_STARTING = threading.Lock()
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -151,7 +154,7 @@ class RankPool:
                 name=f"rank {rank} of {self.world_size}",
             )
             # The first one starts the server, which must find the preloaded modules.
-            with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+            with _STARTING, patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
                 process.start()
             theirs.close()
             self._processes.append(process)

@@ -19,7 +19,7 @@ from fp8_dist.kernels.cuda.triton import launch, rounding, tiles
 from fp8_dist.kernels.cuda.triton.launch import DTYPES, OF_ROWS, STEPS, STRIPES
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.kernels.scale import amax, amax_of_tensors, amaxes, covered_dims, empty_amax
-from fp8_dist.torch_internals import foreach_zero_
+from fp8_dist.torch_internals import foreach_zero_, normal_tensors
 
 
 @launch.kernel(**OF_ROWS)
@@ -219,6 +219,7 @@ def table_of(
 
 
 @lru_cache(maxsize=64)
+@normal_tensors()
 def _table_of(
     rows: tuple[tuple[int, ...], ...], device: torch.device, stream: torch.Stream | None
 ) -> torch.Tensor:
