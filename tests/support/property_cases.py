@@ -33,6 +33,7 @@ PRECISIONS = ("of the parameters", "MixedPrecisionPolicy", "autocast")
 # What `fully_shard` is called on: the layers and the model, or the model alone, which then stays
 # unsharded after a forward. "layers, kept": the layers stay unsharded, too.
 SHARDINGS = ("layers", "layers, kept", "model")
+IN_FOUR_BITS = ("blockwise", "mxfp8")  # recipes that allow weight_format="mxfp4"
 EVALUATIONS = ("no_grad", "inference_mode", "eval()", "eval(), no_grad")
 ACTIONS = (
     "step",
@@ -66,6 +67,7 @@ class TrainCase:
     Attributes:
         sharding: one of `SHARDINGS`, on meshes with FSDP2.
         evaluation: one of `EVALUATIONS`.
+        in_four_bits: whether weights are cast to MXFP4, in recipes that allow it.
         other: the mesh to which "dcp.load, another mesh" changes, and from which it changes back.
         differs: whether the last rank has another config, which all ranks must refuse. (Not on
             meshes with both TP and FSDP2, where replicas would wait for those whose plan fails.)
@@ -74,6 +76,7 @@ class TrainCase:
     mesh: str = "one process"
     other: str = ""
     recipe: str = "tensorwise"
+    in_four_bits: bool = False
     precision: str = PRECISIONS[0]
     sharding: str = SHARDINGS[0]
     evaluation: str = EVALUATIONS[0]
@@ -143,17 +146,21 @@ def train_cases(draw: st.DrawFn, max_ranks: int) -> TrainCase:
     on_two_axes = any(tp > 1 and replicate * shard > 1 for replicate, shard, tp in sharded)
     on_one_axis = all((replicate * shard > 1) is not (tp > 1) for replicate, shard, tp in sharded)
     has_policy = all(replicate * shard > 1 for replicate, shard, _ in sharded)
+    recipe = draw(st.sampled_from([*RECIPES, "delayed"]))
     return TrainCase(
         mesh=mesh,
         other=other,
-        recipe=draw(st.sampled_from([*RECIPES, "delayed"])),
+        recipe=recipe,
+        in_four_bits=recipe in IN_FOUR_BITS and draw(st.booleans()),
         precision=draw(st.sampled_from(PRECISIONS if has_policy else PRECISIONS[::2])),
         sharding=draw(st.sampled_from(SHARDINGS)),
         evaluation=draw(st.sampled_from(EVALUATIONS)),
         gather=draw(st.sampled_from(["auto", "auto", False, True])),
         flags=draw(_flags()),
-        dim=draw(st.sampled_from([16, 32, 24, 33, 1, 3])),
-        hidden=draw(st.sampled_from([32, 48, 33, 3] if on_two_axes else [32, 48, 33, 3, 1])),
+        dim=draw(st.sampled_from([16, 32, 64, 24, 33, 1, 3])),
+        hidden=draw(
+            st.sampled_from([32, 64, 48, 33, 3] if on_two_axes else [32, 64, 48, 33, 3, 1])
+        ),
         batch=draw(st.sampled_from([1, 2, 3, 0])),
         sequence=draw(st.sampled_from([4, 6, 1, 3, 5])),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),

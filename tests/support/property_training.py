@@ -80,7 +80,9 @@ class World:
         self.checkpointing = False
         self.spoiled = False  # whether a local NaN scale has affected the twin in this step
         self.refused: list[str] = []
-        self.config = replace(Float8LinearConfig.from_recipe_name(case.recipe), **dict(case.flags))
+        four_bits = {"weight_format": "mxfp4"} if case.in_four_bits else {}
+        config = Float8LinearConfig.from_recipe_name(case.recipe, **four_bits)
+        self.config = replace(config, **dict(case.flags))
         if case.differs and self.rank == processes(case.mesh) - 1:
             self.config = replace(self.config, emulate=not self.config.emulate)
         make = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
@@ -332,7 +334,7 @@ class World:
         grads = []
         for message in messages[:: self.tp]:
             parts = zip(found, message.split(sizes), strict=True)
-            own = iter([part.view(grad.dtype).view(grad.shape) for grad, part in parts])
+            own = iter([part.clone().view(grad.dtype).view(grad.shape) for grad, part in parts])
             grads.append([None if grad is None else next(own) for grad in mine])
         return grads
 
