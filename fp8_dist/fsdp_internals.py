@@ -32,10 +32,12 @@ with internals.names_of_torch():
     _reduction = inspect.signature(_foreach_reduce)
     _announced = ["fsdp_params", "unsharded_grads", "reduce_scatter_comm", "all_reduce_group"]
     _announced += ["all_reduce_hook", "reduce_scatter_stream", "reduce_dtype"]
+    _divided = ["unsharded_grads", "reduce_scatter_group", "reduce_dtype", "gradient_divide_factor"]
     internals.require(FSDPModule, "_get_fsdp_state")
     internals.require(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param")
     internals.require(FSDPParam, "_unsharded_inner_tensors reset_sharded_param _orig_size")
-    if _renamed := [name for name in _announced if name not in _reduction.parameters]:
+    _read = [*_announced, *_divided]
+    if _renamed := [name for name in _read if name not in _reduction.parameters]:
         raise AttributeError(f"foreach_reduce has no parameters {', '.join(_renamed)}")
 
 
@@ -260,6 +262,29 @@ def set_fsdp_reduction(group: Any, comm: Any) -> None:
     group.modules[0].set_custom_reduce_scatter(DefaultReduceScatter() if comm is None else comm)
 
 
+def divide_fsdp_gradients_once() -> None:
+    """Make FSDP2 divide gradients once where it shards over a single rank.
+
+    Without a reduce-scatter, FSDP2 divides by ``set_gradient_divide_factor`` as it copies the
+    gradients. torch 2.13 divides by it again afterwards, if it was to reduce by SUM: with
+    ``set_force_sum_reduction_for_comms``, or in dtypes other than fp32 and bf16. Gradients that
+    are divided before, and a factor of 1, are right whether it does or not.
+    """
+
+    @internals.disabled_in_graphs()
+    @wraps(_foreach_reduce)
+    def reduce_divided(*args: Any, **kwargs: Any) -> Any:
+        bound = _reduction.bind(*args, **kwargs)
+        grads, shards, dtype, factor = (bound.arguments[name] for name in _divided)
+        is_sharded = shards is not None and shards.size() > 1
+        if factor not in (None, 1) and not is_sharded:
+            grads[:] = [grad.to(dtype or grad.dtype) / factor for grad in grads]
+            bound.arguments["gradient_divide_factor"] = 1.0
+        return _foreach_reduce(*bound.args, **bound.kwargs)
+
+    _fsdp_param_group.foreach_reduce = reduce_divided
+
+
 @cache
 def announce_fsdp_reductions(comm_class: type) -> None:
     """Make FSDP2 announce each reduction to custom reduce-scatters of a class.
@@ -277,6 +302,7 @@ def announce_fsdp_reductions(comm_class: type) -> None:
     the process group of HSDP's all-reduce, ``hook`` a function of the reduced buffer; either may
     be None. A new hook runs on the stream of the last reduction.
     """
+    reduce = _fsdp_param_group.foreach_reduce
 
     @internals.disabled_in_graphs()
     @wraps(_post_backward)
@@ -302,7 +328,7 @@ def announce_fsdp_reductions(comm_class: type) -> None:
             if replicas is None and hook is None and new_hook is not None:
                 # FSDP2 frees the buffer, allocated on this stream, without waiting for others.
                 bound.arguments["all_reduce_stream"] = stream
-        return _foreach_reduce(*bound.args, **bound.kwargs)
+        return reduce(*bound.args, **bound.kwargs)
 
     _fsdp_param_group.FSDPParamGroup.post_backward = completed  # type: ignore[method-assign]
     _fsdp_param_group.foreach_reduce = announced

@@ -6,6 +6,7 @@ if __name__ != "fp8_dist.fsdp":
         "checkout, or after pip install)"
     )
 
+from fp8_dist.fsdp.averages import average_gradients_over
 from fp8_dist.fsdp.clip import clip_grad_norm_
 from fp8_dist.fsdp.gradient_transport import set_gradient_transport
 from fp8_dist.fsdp.micro_batches import micro_batches
@@ -21,6 +22,7 @@ from fp8_dist.mesh import make_amax_group
 __all__ = [
     "Float8AllGatherWeight",
     "attach_update",
+    "average_gradients_over",
     "clip_grad_norm_",
     "make_amax_group",
     "micro_batches",

@@ -51,6 +51,7 @@ def _compare_between_ranks(group: Any) -> None:
 
 
 internals.when_fsdp_shards(_when_sharded)
+internals.divide_fsdp_gradients_once()
 
 
 def reshard(module: nn.Module, caller: str) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from fp8_dist import convert_to_float8_training, update_float8_scales
+from fp8_dist.fsdp import average_gradients_over
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import Float8ExpertParallel, apply_tp_plan, llama_tp_plan
@@ -154,7 +155,7 @@ def divide_experts(name: str, model: nn.Module, mesh: DeviceMesh) -> None:
 def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Apply FSDP2 to token-wise modules: experts, and modules that the TP plan leaves out."""
     names = list(mesh.mesh_dim_names or ())
-    sequences = data_parallel_mesh(mesh).size()
+    sequences = data_parallel_mesh(mesh)
     for module in model.modules():
         parts, over = [], flat(mesh, names)
         if isinstance(module, Router):
@@ -168,9 +169,7 @@ def shard_token_wise(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionP
         place = partial(without_padding, over.size())
         for part in parts:
             fully_shard(part, mesh=over, mp_policy=policy, shard_placement_fn=place)
-            # Sum gradients over all ranks; divide by sequences, over which the loss is a mean.
-            part.set_gradient_divide_factor(sequences)
-            part.set_force_sum_reduction_for_comms(True)  # gloo can't divide otherwise
+            average_gradients_over(part, sequences)  # as the loss
 
 
 def without_padding(ranks: int, parameter: nn.Parameter) -> Shard:

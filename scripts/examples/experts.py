@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fp8_dist import Float8LinearConfig, attach_update, convert_to_float8_training, skip_head
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import clip_grad_norm_
+from fp8_dist.fsdp import average_gradients_over, clip_grad_norm_
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
@@ -46,9 +46,7 @@ convert_to_float8_training(model, config=config, module_filter_fn=skip_head(mode
 for experts in float8_experts(model).values():
     parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
     fully_shard(experts, mesh=mesh["dp"])
-    # Gradients are sums over the tokens of all EP ranks, which FSDP2 divides to get a mean.
-    experts.set_gradient_divide_factor(mesh.size())
-    experts.set_force_sum_reduction_for_comms(True)  # gloo can't divide otherwise
+    average_gradients_over(experts, mesh)  # they are sums over the tokens of all EP ranks
 everywhere = mesh._flatten("dp_ep")
 for module in (*model.model.layers, model):
     fully_shard(module, mesh=everywhere)

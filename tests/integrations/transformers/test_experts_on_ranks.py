@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8_dist import attach_update, precompute_float8_dynamic_scale
 from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import average_gradients_over
 from fp8_dist.moe import convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
 
@@ -72,9 +73,7 @@ def shard(model: Any, mesh: Any, policy: MixedPrecisionPolicy) -> None:
     place = {"shard_placement_fn": lambda _: Shard(1), "mp_policy": policy}
     for experts in float8_experts(model).values():
         fully_shard(experts, mesh=mesh["dp"], **place)
-        # Experts get tokens of all ranks, so their gradients are divided by the size of both axes.
-        experts.set_gradient_divide_factor(4.0)
-        experts.set_force_sum_reduction_for_comms(True)
+        average_gradients_over(experts, mesh)
     for part in (*model.model.layers, model):
         fully_shard(part, mesh=world, mp_policy=policy)
 

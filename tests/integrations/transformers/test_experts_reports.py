@@ -31,6 +31,7 @@ from fp8_dist import (
     update_float8_scales,
 )
 from fp8_dist.debug import CastStats, GemmStats, comm_audit, float8_stats, record
+from fp8_dist.fsdp import average_gradients_over
 from fp8_dist.moe import (
     Float8ExpertsConfig,
     convert_experts_to_float8_training,
@@ -137,8 +138,7 @@ def parallel(model: Any, dp: int, ep: int, dim: int) -> nn.Module:
             parallelize_module(experts, mesh["ep"], Float8ExpertParallel())
         if dp > 1:
             fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda _: Shard(dim))
-            experts.set_gradient_divide_factor(float(dp * ep))  # type: ignore[operator]
-            experts.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+            average_gradients_over(experts, mesh)
     if dp > 1:
         fully_shard(model, mesh=mesh._flatten("all"))
     return model  # type: ignore[no-any-return]

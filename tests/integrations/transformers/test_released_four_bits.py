@@ -34,6 +34,7 @@ from fp8_dist import (
     skip_head,
 )
 from fp8_dist.debug import comm_audit
+from fp8_dist.fsdp import average_gradients_over
 from fp8_dist.mesh import local_tensor
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, float8_experts
 from fp8_dist.tensor_parallel import Float8ExpertParallel
@@ -325,8 +326,7 @@ def adapted(model: Any, way: str, *others: str) -> Any:
             ignored |= {*experts.parameters()}
             continue
         fully_shard(experts, mesh=mesh["dp"])  # before a forward adds adapters to its weights
-        experts.set_gradient_divide_factor(mesh.size())
-        experts.set_force_sum_reduction_for_comms(True)
+        average_gradients_over(experts, mesh)
     fully_shard(model, mesh=mesh if way == "EP" else mesh._flatten(), ignored_params=ignored)
     return peft
 
