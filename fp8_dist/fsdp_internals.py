@@ -293,7 +293,8 @@ def announce_fsdp_reductions(comm_class: type) -> None:
     what follows, and does not call it for a single rank. With this patch it calls two methods:
 
     ``complete(runs)``, before it looks for gradients. The method may add some. ``runs``: whether
-    the backward of the group's modules runs, alike on all ranks.
+    the backward of the group's modules runs, alike on all ranks. For a group that runs with
+    FSDP2's own reduce-scatter, it calls the static method ``check_default(group)`` instead.
 
     ``prepare(parameters, gradients, replicas, hook)``, before the reduction; returns new
     ``replicas`` and ``hook``. ``parameters`` are keys of :func:`fsdp_padded_shapes`, in the order
@@ -307,9 +308,11 @@ def announce_fsdp_reductions(comm_class: type) -> None:
     @internals.disabled_in_graphs()
     @wraps(_post_backward)
     def completed(self: Any, *unused: Any) -> Any:
+        runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
         if isinstance(self._reduce_scatter_comm, comm_class) and self.reduce_grads:
-            runs = self._training_state.name in ("FORWARD", "PRE_BACKWARD")
             self._reduce_scatter_comm.complete(runs)  # type: ignore[attr-defined]
+        elif runs and self.reduce_grads and fsdp_reduction(self) is None:
+            comm_class.check_default(self)  # type: ignore[attr-defined]
         return _post_backward(self, *unused)
 
     @internals.disabled_in_graphs()

@@ -33,6 +33,7 @@ from functools import partial
 from itertools import groupby
 from math import nan
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,10 @@ Filter = Callable[[str, nn.Parameter], bool]
 
 _CALLER = "set_gradient_transport"
 _ENCODED = ("float8", "bf16")
+
+# Models that have a transport, and the parameter groups for which this was decided.
+_models: "WeakSet[nn.Module]" = WeakSet()
+_decided: "WeakSet[Any]" = WeakSet()
 
 
 class Hops(NamedTuple):
@@ -125,6 +130,30 @@ class EncodedReduction:
         if is_filled:
             trained = [p for p in parameters if p.is_trained or p.has_gradient()]
             internals.fill_fsdp_gradients([p for p in trained if p.own not in self.used], -0.0)
+
+    @staticmethod
+    def check_default(group: Any) -> None:
+        """Raise if a group reduces by default because its model was given a transport too early.
+
+        Raises:
+            ValueError: ``fully_shard`` made the group after ``set_gradient_transport``.
+        """
+        parameters = list(internals.fsdp_parameters([group]))
+        is_trained = any(parameter.is_trained for parameter in parameters)
+        if not is_trained or group in _decided:
+            return
+        for model in _models:
+            names = {module: name for name, module in model.named_modules()}
+            users = [user for parameter in parameters for user in parameter.users]
+            found = [f"{names[module]}.{name}" for module, name in users if module in names]
+            if found and internals.fsdp_reduce_scatter_group(group) is not None:
+                shown = without_wrappers(names.get(group.modules[0], "")) or "the root module"
+                raise ValueError(
+                    f"{_CALLER}: fully_shard was called on {shown} after it, so the gradient of "
+                    f"{without_wrappers(found[0]).lstrip('.')} (one of {len(found)}) would have no "
+                    f"transport. Call {_CALLER} after the last fully_shard"
+                )
+        _decided.add(group)
 
     def prepare(
         self,
@@ -298,7 +327,8 @@ def set_gradient_transport(
 
     Args:
         model: a module that ``fully_shard`` was called on, or that contains such modules. The
-            function may be called again between two steps, with other arguments.
+            function may be called again between two steps, with other arguments. Call it after the
+            last ``fully_shard``.
         transport: ``"fp32"``, for gradients as they are (in ``reduce_dtype``); ``"bf16"``;
             ``"float8"`` (e4m3 in blocks of up to 128 numbers of a row of dim 0, with power-of-two
             scales: 1 byte per element and 1 per block); or None for FSDP2's own reduce-scatter.
@@ -329,6 +359,8 @@ def set_gradient_transport(
             parameter groups or with another custom reduce-scatter, a transport that would encode no
             gradient, nodes with different numbers of the ranks, or arguments that differ between
             ranks. (A launch of different numbers of ranks per node leads to a warning and one hop.)
+            In a backward: ``fully_shard`` was called after this function on a module whose
+            parameters are those of ``model``.
         NotImplementedError: in a backward, for gradients of dtypes other than fp32, bf16 and fp16.
     """
     weights.checked_module(model)
@@ -359,6 +391,8 @@ def set_gradient_transport(
     if not (is_fake := agreement.has_stand_ins(model.parameters())):
         _check_agreement(reductions, nodes, within_nodes)
     internals.announce_fsdp_reductions(EncodedReduction)
+    _decided.update(reduction.group for reduction in reductions)
+    (_models.discard if transport is None else _models.add)(model)
     launched: dict[DeviceMesh, int | None] = {}
     for reduction in reductions:
         if transport is not None:

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.gradient_transport import EncodedReduction
+from fp8_dist.torch_internals import disabled_in_graphs, in_backward
+from fp8_dist.weight.optimizer_steps import held_by
 
 _UNREDUCED = (
     "a backward has left gradients of {} unreduced. They are added to those of another micro-batch "
@@ -47,7 +51,9 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
     Raises:
         TypeError, ValueError: an argument is invalid; or gradients are reduced twice in a
             micro-batch, not at all, or to sums that depend on the number of ranks. That error names
-            the module, and is raised in the call, in the backward, or at the next micro-batch.
+            the module, and is raised in the call, or after the micro-batch, by the iterator.
+
+    The loop may be left early. What is reduced afterwards is not checked, and raises nothing.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"micro_batches needs a DeviceMesh, got a {type(mesh).__name__}")
@@ -67,35 +73,73 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
 
 
 def _micro_batches_of_rank(count: int, ranks: list[int]) -> Iterator[tuple[int, float]]:
-    waiting, reduced, index = list[EncodedReduction](), set[Any](), 0
+    for first in range(0, count, len(ranks)):
+        index = first + ranks.index(dist.get_rank())
+        batch = _MicroBatch(ranks, runs=index < count)
+        EncodedReduction.check = batch.check
+        try:
+            yield min(index, count - 1), float(batch.runs)
+        finally:
+            batch.stop_checks()
+        if problem := batch.problem or batch.unreduced():
+            raise ValueError(f"micro_batches: {problem}")
 
-    def check(reduction: EncodedReduction) -> bool:
-        problem = next(_problems(reduction, ranks), None)
-        if reduction in waiting:
-            problem = _UNREDUCED.format(reduction.module)
-        elif not reduced.isdisjoint(reduction.used):
-            problem = (
+
+class _MicroBatch:
+    """Check of the reductions while this rank runs a micro-batch.
+
+    The caller may have left the loop and still hold the iterator. What is reduced then is no
+    affair of the loop, so a reduction raises no error: the iterator raises it when the caller asks
+    for the next micro-batch.
+
+    Attributes:
+        runs: whether the gradients of this rank are part of the sum.
+        problem: the first problem that a reduction has had.
+    """
+
+    def __init__(self, ranks: list[int], runs: bool) -> None:
+        self.ranks, self.runs = ranks, runs
+        self.problem: str | None = None
+        self._waiting = _waiting()
+        self._reduced = set[Any]()
+        self._updated = set[int]()  # the ids of parameters that an optimizer has updated since
+        self._hook = register_optimizer_step_post_hook(self._note_step)
+
+    def check(self, reduction: EncodedReduction) -> bool:
+        """Check a reduction; return whether this rank's gradients are part of its sum."""
+        parameters = internals.fsdp_parameters([reduction.group])
+        if not self._updated.isdisjoint(id(parameter.sharded) for parameter in parameters):
+            self.stop_checks()  # the loop was left, because the step is over
+            return True
+        self.problem = next(_problems(reduction, self.ranks), None)
+        if reduction in self._waiting:
+            self.problem = _UNREDUCED.format(reduction.module)
+        elif not self._reduced.isdisjoint(reduction.used):
+            self.problem = (
                 f"{reduction.module} is reduced twice within a micro-batch, so the order of its "
                 "sum depends on the number of ranks; call backward once for each micro-batch"
             )
-        if problem is not None:
-            EncodedReduction.check = None
-            raise ValueError(f"micro_batches: {problem}")
-        reduced.update(reduction.used)
-        return index < count
+        if self.problem is not None:
+            self.stop_checks()
+            return True
+        self._reduced.update(reduction.used)
+        return self.runs
 
-    try:
-        for first in range(0, count, len(ranks)):
-            index = first + ranks.index(dist.get_rank())
-            waiting, reduced = _waiting(), set()
-            EncodedReduction.check = check
-            yield min(index, count - 1), float(index < count)
-            for reduction in _waiting():
-                if reduction not in waiting:
-                    raise ValueError(f"micro_batches: {_UNREDUCED.format(reduction.module)}")
-    finally:
-        if EncodedReduction.check is check:
+    def unreduced(self) -> str | None:
+        """Describe gradients that the micro-batch has left unreduced."""
+        left = (x for x in _waiting() if x not in self._waiting)
+        return next((_UNREDUCED.format(reduction.module) for reduction in left), None)
+
+    def stop_checks(self) -> None:
+        """Check no further reductions."""
+        self._hook.remove()
+        if EncodedReduction.check == self.check:
             EncodedReduction.check = None
+
+    @disabled_in_graphs()
+    def _note_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not in_backward():  # in which optimizers may step for one parameter after the other
+            self._updated |= held_by(optimizer)
 
 
 def _waiting() -> list[EncodedReduction]:

@@ -460,6 +460,63 @@ class OwnReduceScatter:
     """What a user may have given to FSDP2."""
 
 
+@on_ranks(2)
+def test_modules_that_are_sharded_later_are_named() -> None:
+    mesh, x = device_mesh(dp=2), torch.ones(2, 8)
+
+    def stack() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+
+    net = stack()
+    fully_shard(net[0], mesh=mesh)
+    set_gradient_transport(net, "float8")
+    fully_shard(net, mesh=mesh)
+    net(x)  # reduces nothing
+    text = raised(ValueError, lambda: net(x).sum().backward())
+    assert_expected_inline(
+        text,
+        """\
+set_gradient_transport: fully_shard was called on the root module after it, so the gradient of 1.0.weight (one of 4) would have no transport. Call set_gradient_transport after the last fully_shard""",
+    )
+    net = stack()
+    fully_shard(net[0], mesh=mesh)
+    set_gradient_transport(net, "float8")
+    for part in (net[1], net):
+        fully_shard(part, mesh=mesh)
+    assert "called on 1 after it" in raised(ValueError, lambda: net(x).sum().backward())
+    set_gradient_transport(net, "float8")
+    net(x).sum().backward()
+    # A part that was given a transport, and the module around it that shards the rest of the part.
+    net = stack()
+    fully_shard(net[1][0], mesh=mesh)
+    set_gradient_transport(net[1], "bf16")
+    fully_shard(net, mesh=mesh)
+    text = raised(ValueError, lambda: net(x).sum().backward())
+    assert "called on the root module after it, so the gradient of 1.weight (one of 2)" in text
+
+
+@on_ranks(2)
+def test_modules_without_a_transport_on_purpose() -> None:
+    mesh, x = device_mesh(dp=2), torch.ones(2, 8)
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    for part in net:
+        fully_shard(part, mesh=mesh)
+    set_gradient_transport(net, "float8")
+    set_gradient_transport(net[0], None)
+    net(x).sum().backward()
+    # Parts that were named, and frozen parameters.
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(net[0], mesh=mesh)
+    set_gradient_transport(net[0], "float8")
+    fully_shard(net, mesh=mesh)
+    net(x).sum().backward()
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False))
+    fully_shard(net[0], mesh=mesh)
+    set_gradient_transport(net, "float8")
+    fully_shard(net, mesh=mesh)
+    net(x).sum().backward()
+
+
 def refusals() -> dict[str, str]:
     mesh = device_mesh(dp=dist.get_world_size())
     net, own, copied = sharded(mesh), sharded(mesh), replicate(Uneven(), mesh=mesh)

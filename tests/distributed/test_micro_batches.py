@@ -3,6 +3,7 @@
 import gc
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -373,6 +374,84 @@ twice: micro_batches: down is reduced twice within a micro-batch, so the order o
 norm: clip_grad_norm_: exact=True is for norm_type=2, not 1.0
 fp64: clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16""",
     )
+
+
+def finished(loop: Any, run: Callable[[], None]) -> None:
+    for _ in loop:
+        run()
+
+
+def by_next(loop: Any, run: Callable[[], None]) -> None:
+    next(loop)
+    run()
+
+
+def by_break(loop: Any, run: Callable[[], None]) -> None:
+    for _ in loop:
+        run()
+        break
+
+
+def by_exception(loop: Any, run: Callable[[], None]) -> None:
+    def fail() -> None:
+        for _ in loop:
+            run()
+            raise MemoryError
+
+    raised(MemoryError, fail)
+
+
+@on_ranks(2)
+def test_a_loop_that_is_left_early_changes_nothing_afterwards() -> None:
+    """Plain steps on a rank that has run the only micro-batch, and on one that has repeated it."""
+    mesh, x, found = mesh_of(2), torch.full((1, 8), 1.0 + dist.get_rank()), []
+    for leave in (finished, by_next, by_break, by_exception):
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+        sums(model)
+        set_gradient_transport(model, "float8")
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def run(model: nn.Module = model) -> None:
+            model(x).square().sum().backward()
+
+        loop = micro_batches(1, mesh)
+        leave(loop, run)
+        optimizer.step()
+        for _ in range(2):
+            run()
+            run()  # accumulates
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.full_tensor() for p in model.parameters()])
+        del loop  # held until here
+    assert all(map(same_bits, found[0] * 3, [p for run in found[1:] for p in run]))
+
+
+@on_ranks(2)
+def test_a_round_that_is_left_before_its_backward() -> None:
+    """The rank that would repeat a micro-batch takes part in the next plain step."""
+    mesh = mesh_of(2)
+    for how in ({}, {"foreach": False}, {"fused": True}):
+        model = fully_shard(nn.Linear(8, 2, bias=False), mesh=mesh)
+        sums(model)
+        set_gradient_transport(model, "fp32")
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+        loop = micro_batches(3, mesh)
+        for index, _ in loop:
+            if index == 2:
+                break
+            model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[2.0] * 8] * 2
+        del loop
+        # One that is dropped with the micro-batch under way.
+        next(micro_batches(1, mesh))
+        gc.collect()
+        model(torch.ones(1, 8)).sum().backward()
+        assert model.weight.grad.full_tensor().tolist() == [[4.0] * 8] * 2
 
 
 def norms() -> None:
