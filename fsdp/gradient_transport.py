@@ -392,7 +392,10 @@ def set_gradient_transport(
         _check_agreement(reductions, nodes, within_nodes)
     internals.announce_fsdp_reductions(EncodedReduction)
     _decided.update(reduction.group for reduction in reductions)
-    (_models.discard if transport is None else _models.add)(model)
+    if transport is None:
+        _models.discard(model)
+    else:
+        _models.add(model)
     launched: dict[DeviceMesh, int | None] = {}
     for reduction in reductions:
         if transport is not None:
