@@ -130,12 +130,20 @@ class _Files(dict[str, Any]):
                 self.companions[key] = [scales]
                 if self.dtype(key) == "I8":
                     self._join(key, key, scales)
+        owners = {key: key for key in self} | {self.named(key): key for key in self}
         for key in entries:
             for separator in re.finditer("[._]", key):
-                owner, ending = key[: separator.start()], key[separator.start() :]
-                is_companion = owner in entries and ("scal" in ending or "zero_point" in ending)
-                if is_companion and (ending in _SCALES or not _CALIBRATED.search(key)):
-                    self.companions.setdefault(owner, []).append(key)
+                ending = key[separator.start() :]
+                owner = owners.get(key[: separator.start()])
+                if ending.startswith(".zero_point"):  # "LAYER.zero_point" is of "LAYER.weight"
+                    owner = owner or owners.get(f"{key[: separator.start()]}.weight")
+                is_companion = "scal" in ending or "zero_point" in ending
+                if owner is None or not is_companion:
+                    continue
+                companions = self.companions.setdefault(owner, [])
+                is_read = ending in _SCALES or not _CALIBRATED.search(key)
+                if is_read and key not in companions:
+                    companions.append(key)
 
     def _join(self, key: str, name: str, scales_key: str) -> None:
         """Replace MXFP4 codes ``key`` by an entry ``name``, and their scales by exponents."""
@@ -187,6 +195,12 @@ class _Files(dict[str, Any]):
         companions = self.companions.get(key, [])
         if self.dtype(key) == _MXFP4 and len(companions) == 1:
             return companions[0]
+        if self.dtype(key) == _MXFP4:
+            raise ValueError(
+                f"{self.named(key)} is in MXFP4, which has one tensor of exponents and no zero "
+                f"points, but the checkpoint has {_some(companions)}; dequantize the checkpoint "
+                "with the library that wrote it"
+            )
         known = [key + ending for ending in _SCALES]
         if len(companions) != 1 or companions[0] not in (*known, _WEIGHT.sub("scale", key)):
             raise ValueError(

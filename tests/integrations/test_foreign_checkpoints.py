@@ -103,6 +103,7 @@ ONES = {"0.weight_scale": torch.ones(2, 3)}
         (ONES | {"0.weight_scale_inv": torch.ones(())}, "are 0.weight_scale, 0.weight_scale_inv."),
         (ONES | {"0.weight_scale_2": torch.ones(())}, "are 0.weight_scale, 0.weight_scale_2."),
         (ONES | {"0.weight_zero_point": torch.ones(())}, "are 0.weight_scale, 0.weight_zero_po"),
+        (ONES | {"0.zero_point": torch.ones(())}, "are 0.weight_scale, 0.zero_point"),
         ({"0.weight_scale": torch.ones(2, 3).byte()}, "has the dtype torch.uint8; scales are"),
         ({"0.weight_scale": torch.ones(2, 3).int()}, "has the dtype torch.int32; scales are"),
         ({"0.weight_scale": torch.ones(2, 3).double()}, "has the dtype torch.float64; scales"),
@@ -139,6 +140,32 @@ def test_entries_that_are_refused_by_name(
         loaded(model, change, tmp_path, strict=False)
     for name, value in model.state_dict().items():
         assert torch.equal(*(x.contiguous().view(torch.uint8) for x in (value, before[name]))), name
+
+
+@each_store
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("name", ["0.weight.zero_point", "0.weight_zero_point", "0.zero_point"])
+def test_zero_points_of_four_bit_weights_are_refused(
+    tmp_path: Path, frozen: bool, blocks: bool, name: str
+) -> None:
+    model = net("mxfp8", False)
+    if frozen:
+        freeze_to_float8(model.requires_grad_(False), format="mxfp4", block_size=(1, 32))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    codes, exponents = torch.ones(N, K // 2).byte(), torch.full((N, K // 32), 127).byte()
+    entries = {"0.weight": codes.char(), "0.scale": exponents.view(torch.float8_e8m0fnu)}
+    if blocks:
+        entries = {"0.weight_blocks": codes.view(N, -1, 16), "0.weight_scales": exponents}
+    (key, _), (scales, _) = entries.items()
+    loaded(model, entries, tmp_path)
+    model.load_state_dict(before)
+    entries |= {name: torch.zeros(N, K // 32)}
+    for strict in (True, False):
+        error = raised(ValueError, lambda: loaded(model, entries, tmp_path, strict=strict))  # noqa: B023
+        assert f"{key} is in MXFP4, which has one tensor of exponents and no zero points" in error
+        assert f"but the checkpoint has {scales}, {name}; dequantize" in error
+        for fqn, value in model.state_dict().items():
+            assert same_bits(value.view(torch.uint8), before[fqn].view(torch.uint8)), fqn
 
 
 def test_a_layer_of_other_code_keeps_its_codes(tmp_path: Path) -> None:
