@@ -415,6 +415,10 @@ def test_operations_in_place_on_entries(name: str) -> None:
     scales = [state["0.weight_scale_inv"], state["2.weight_scale_inv"]]
     torch._foreach_mul_(scales, 2.0)
     assert scales[0].mul_(0.5).add_(scales[0]) is scales[0]
+    if scales[0].dtype is torch.float32:  # apply_ does not know others
+        assert scales[1].apply_(lambda scale: 2 * scale).map_(scales[1], min) is scales[1]
+        assert same_bits(dequantized(net[2]), dequantized(twin[2]) * 4)
+        scales[1].mul_(0.5)
     assert same_bits(dequantized(net[0]), dequantized(twin[0]) * 2)
     state["0.weight"].zero_()
     assert not dequantized(net[0]).any()
@@ -675,6 +679,7 @@ def operations(weight: torch.Tensor) -> Iterable[Callable[[], object]]:
     yield lambda: weight.copy_(values)
     yield lambda: values.copy_(weight)
     yield lambda: weight.mul_(2)
+    yield lambda: weight.apply_(lambda value: 2 * value)
     yield lambda: values @ weight.t()
     yield lambda: nn.init.kaiming_uniform_(weight)
     yield lambda: torch.nn.utils.parameters_to_vector([weight, values])

@@ -1,11 +1,13 @@
 """KnownWeight: which operators on lists invalidate the cached statistics, and of which weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from reference import same_bits
+from torch import Tensor, nn
 
 from fp8_dist.weight.known import OUTDATED, TRAINED, KnownWeight
 
@@ -68,3 +70,60 @@ def test_operators_on_lists_invalidate_what_they_write_to(how: str, wrapped: lis
             assert {type(x) for x in result} == {Tensor}
         else:
             assert type(result) is type(expected_result), name
+
+
+def arguments() -> Iterator[tuple[Any, ...]]:
+    """Arguments for methods of a 4 x 4 matrix: each in-place method takes some of them."""
+    x, whole, rows = torch.rand(4, 4) + 0.5, torch.ones(4, 4, dtype=torch.int32), torch.arange(2)
+    numbers: tuple[Any, ...] = (2.0, 0.5, 1, x, whole, x > 1, torch.float32, [2, 2], "nope")
+    yield from [(), *((number,) for number in numbers)]
+    yield from [(x, x), (0, 1), (0.25, 0.5), (x > 1, 2.0), (x > 1, x), (x[0], x[1]), (whole, 1)]
+    yield from [(0, rows, x[:2]), (0, rows, 2.0), (0, rows[:, None], x[:2]), (2, 0, 1.0)]
+    yield from [(0, whole.long(), x, "sum"), (0, rows, x[:2], "prod"), ((rows,), x[:2])]
+    yield from [(rows, x[0, :2])]
+    yield from [([4, 4], [4, 1]), (x[None], x[None]), (x, x[0]), (lambda v: 3 * v,)]
+    yield from [(x, lambda v, a: v + a), (x, x, lambda v, a, b: v + a * b), (x.to_sparse(),)]
+
+
+# They change what a tensor is, not its values.
+ATTRIBUTES = {"detach_", "requires_grad_", "rename_", "share_memory_"}
+# They take vectors, integers or sparse tensors.
+OF_OTHERS = {f"bitwise_{name}_" for name in ("and", "not", "or", "xor", "left_shift")}
+OF_OTHERS |= {"bitwise_right_shift_", "gcd_", "lcm_", "addmv_", "baddbmm_", "float_power_"}
+OF_OTHERS |= {"resize_as_sparse_", "sparse_resize_", "sparse_resize_and_clear_"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("source", ["itself", ".data", "a view"])
+def test_every_in_place_method_invalidates(source: str) -> None:
+    """By torch's convention, the names of methods that write end with an underscore."""
+    names = {n for n in dir(Tensor) if n.endswith("_") and n[0] != "_"} - ATTRIBUTES
+    tried = set()
+    for name, args in product(sorted(names), list(arguments())):
+        weight: Any = nn.Parameter(KnownWeight(torch.rand(4, 4) + 0.5), requires_grad=False)
+        valid = weight.valid.fill_(TRAINED)
+        sources = {"itself": weight, ".data": weight.data, "a view": weight.view(16).view(4, 4)}
+        try:
+            getattr(weight.plain.clone(), name)(*args)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
+            continue  # it takes other arguments
+        getattr(sources[source], name)(*args)
+        assert int(valid) == OUTDATED, (name, args)
+        tried.add(name)
+    assert names - tried == OF_OTHERS
+
+
+@pytest.mark.parametrize("name", ["apply_", "map_", "map2_"])
+def test_functions_of_elements(name: str) -> None:
+    """They read and write memory without an operator."""
+    plain = torch.arange(12.0).view(3, 4)
+    weight, others = KnownWeight(plain.clone()), [plain + 1, plain + 2]
+    given = others[: ["apply_", "map_", "map2_"].index(name)]
+    for tensor, args in ((plain, given), (weight, [KnownWeight(x) for x in given])):
+        found = getattr(tensor[1:], name)(*[x[1:] for x in args], lambda *v: 2 * sum(v))
+        assert type(found) is type(tensor)
+    assert same_bits(weight.plain, plain)
+    assert weight._version == 1
+    for tensor in (weight, plain):
+        with pytest.raises(RuntimeError, match="requires grad"):
+            getattr(tensor.detach().requires_grad_(), name)(*given, max)
