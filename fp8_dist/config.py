@@ -18,7 +18,7 @@ from fp8_dist.device import FLOAT8_DTYPES, e4m3, e5m2, short_name
 from fp8_dist.recipe import GEMM_OPERANDS, Gemm, Operand, Recipe, is_second
 from fp8_dist.recipe_names import Float8LinearRecipeName as Float8LinearRecipeName
 from fp8_dist.scaling import Blocks, Dense, Fp32Blocks, Mxfp4, Scheme, Unscaled
-from fp8_dist.text import wrong_type
+from fp8_dist.text import did_you_mean, wrong_type
 
 
 class ScalingType(enum.Enum):
@@ -81,7 +81,7 @@ def check_fields(config: Any) -> None:
             names += map(repr, choices)
             raise (ValueError if choices else TypeError)(
                 f"{type(config).__name__}.{field.name} must be {' or '.join(names)}, got "
-                f"{wrong_type(value, kinds)}"
+                f"{wrong_type(value, kinds)}{did_you_mean(value, map(str, choices))}"
             )
 
 
@@ -111,6 +111,7 @@ def check_field_names(config: type, names: Iterable[str], others: str = "") -> N
         raise TypeError(
             f"{config.__name__}.from_recipe_name: there is no field {', '.join(unknown)}; fields "
             f"are {', '.join(known)}{others and f', and arguments of casts are {others}'}"
+            f"{did_you_mean(unknown[0], known)}"
         )
 
 
@@ -413,7 +414,9 @@ class Float8LinearConfig:
         names = [*_RECIPES]
         name = getattr(recipe_name, "value", recipe_name)  # of an enum, which may be torchao's
         if name not in names:
-            raise ValueError(f"recipe_name={recipe_name!r} is not one of {names}")
+            raise ValueError(
+                f"recipe_name={recipe_name!r} is not one of {names}{did_you_mean(name, names)}"
+            )
         cast_arguments = "scale_format, weight_source, weight_format and weight_block_size"
         check_field_names(Float8LinearConfig, fields, cast_arguments)
         found = _RECIPES[name]()

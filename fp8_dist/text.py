@@ -5,12 +5,16 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import is_dataclass
+from difflib import get_close_matches
 from typing import TypeVar
 
 _T = TypeVar("_T")
 
 # Path segments that wrappers add and ``state_dict`` keys leave out.
 _WRAPPER_SEGMENTS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+
+# Names that begin with the sound of a vowel: Adam, LSTM, ndarray, but not UserDict or uint8.
+_VOWEL = re.compile(r"[AEIOaeio]|[Uu](?!ni|se|N|I|int)|[FHLMNRSX][A-Z]|nd|nn\.")
 
 _warned: set[str] = set()
 
@@ -84,10 +88,22 @@ def is_torchaos(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == "torchao" for base in kind.__mro__)
 
 
+def with_article(name: str) -> str:
+    """Return the name of a type or kind after "a" or "an", by its sound."""
+    return f"an {name}" if _VOWEL.match(name) else f"a {name}"
+
+
 def kind_of(value: object) -> str:
     """Name the type of a value, and tell torchao's types from the library's of the same name."""
     name = type(value).__name__
-    return f"torchao's {name}" if is_torchaos(type(value)) else f"a {name}"
+    return f"torchao's {name}" if is_torchaos(type(value)) else with_article(name)
+
+
+def did_you_mean(given: object, names: Iterable[str], n: int = 1) -> str:
+    """Return a question after the names that are most like a misspelt one; ``""`` if none is."""
+    known = {name.lower(): name for name in names}
+    near = [known[name] for name in get_close_matches(str(given).lower(), known, n)]
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def progress(text: str) -> None:

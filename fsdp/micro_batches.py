@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist.fsdp.gradient_transport import EncodedReduction
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import disabled_in_graphs, in_backward
 from fp8_dist.weight.optimizer_steps import held_by
 
@@ -56,7 +57,7 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
     The loop may be left early. What is reduced afterwards is not checked, and raises nothing.
     """
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"micro_batches needs a DeviceMesh, got a {type(mesh).__name__}")
+        raise TypeError(f"micro_batches needs a DeviceMesh, got {kind_of(mesh)}")
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"micro_batches: count is {count!r}; it must be a positive int")
     if mesh.ndim != 1:

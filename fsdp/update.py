@@ -13,6 +13,7 @@ from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors
 from fp8_dist.weight import optimizer_steps
 from fp8_dist.weight.weights import float8_weights, mark_scales_ready, weights_of_model
@@ -170,7 +171,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     optimizers = optimizer_steps.hooked_optimizers(optimizer)
     if not optimizers:
         raise TypeError(
-            f"attach_update: a {type(optimizer).__name__} is no torch.optim.Optimizer that runs "
+            f"attach_update: {kind_of(optimizer)} is no torch.optim.Optimizer that runs "
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )

@@ -38,7 +38,7 @@ from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import Given, Source
 from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.text import warn_once
+from fp8_dist.text import kind_of, warn_once
 from fp8_dist.weight.float8_weight import Float8Weight, Gather
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import PackedFloat8, Stored
@@ -353,7 +353,7 @@ def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Floa
             module, name = others[0]
             raise ValueError(
                 f"{asking[0].fqn}: FSDP2 would gather this weight in float8 for all its users, but "
-                f"it is also the {name} of a {type(module).__name__} that is not converted; leave "
+                f"it is also the {name} of {kind_of(module)} that is not converted; leave "
                 "the layer unconverted (module_filter_fn), or untie them"
             )
         layout = Layout.of(sharded)

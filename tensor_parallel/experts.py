@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 
 from fp8_dist.moe.experts import experts_config, float8_experts, parts_of
 from fp8_dist.tensor_parallel.styles import CheckedStyle
+from fp8_dist.text import kind_of
 from fp8_dist.weight.stored_weight import place_scales
 from fp8_dist.weight.weights import attach_statistics, weights_of
 
@@ -23,13 +24,13 @@ class _ExpertsStyle(CheckedStyle):
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         if converted_fqns := [fqn for fqn in float8_experts(module) if fqn]:
             yield (
-                f"{type(self).__name__} is for experts, but a {type(module).__name__} is a module "
+                f"{type(self).__name__} is for experts, but {kind_of(module)} is a module "
                 f"around them; apply the style to its {', '.join(converted_fqns)}"
             )
             return
         if (config := experts_config(module)) is None:
             yield (
-                f"{type(self).__name__} is for experts, but a {type(module).__name__} has none in "
+                f"{type(self).__name__} is for experts, but {kind_of(module)} has none in "
                 "float8; call convert_experts_to_float8_training first"
             )
             return
@@ -37,7 +38,7 @@ class _ExpertsStyle(CheckedStyle):
         placements: Mapping[str, Any] = self.placements(module)
         if not placements:
             yield (
-                f"{fqn}: the features of a {type(module).__name__} can't be divided; use "
+                f"{fqn}: the features of {kind_of(module)} can't be divided; use "
                 "Float8ExpertParallel"
             )
         elif config.combine == "float8" and Shard(0) not in placements.values():

@@ -20,6 +20,7 @@ from fp8_dist.operand.moves import scheme_of_move
 from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import allowed_in_graphs
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
@@ -217,7 +218,7 @@ def _check(input: Tensor, layers: Sequence[Float8Linear], reduce_transport: Enco
         )
     if isinstance(input, DTensor) != (declared is None):
         raise TypeError(
-            f"share_input: the input of {names} is a {type(input).__name__}; layers with "
+            f"share_input: the input of {names} is {kind_of(input)}; layers with "
             "declare_placements take a plain tensor, others a DTensor"
         )
     if isinstance(input, DTensor) and input.device_mesh.ndim != 1:

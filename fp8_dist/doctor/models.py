@@ -15,6 +15,7 @@ from fp8_dist.model.convert import convert_to_float8_training
 from fp8_dist.model.filters import skip_head, smallest_parts
 from fp8_dist.model.report import WeightSummary, alike_rows, conversion_summary
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
+from fp8_dist.text import kind_of
 
 
 def build_model(path: str) -> tuple[nn.Module, str]:
@@ -36,7 +37,7 @@ def build_model(path: str) -> tuple[nn.Module, str]:
     except Exception as error:  # whatever the import of the module raises
         raise ValueError(f"--model {path}: it can't be imported: {_describe(error)}") from error
     if isinstance(function, nn.Module) or not callable(function):
-        raise ValueError(f"--model {path}: it is a {type(function).__name__}, not a function")
+        raise ValueError(f"--model {path}: it is {kind_of(function)}, not a function")
     where = "the meta device"
     try:
         with torch.device("meta"):
@@ -48,7 +49,7 @@ def build_model(path: str) -> tuple[nn.Module, str]:
         except Exception as error:
             raise ValueError(f"--model {path}: the function raised {_describe(error)}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"--model {path}: it returned a {type(model).__name__}, not an nn.Module")
+        raise ValueError(f"--model {path}: it returned {kind_of(model)}, not an nn.Module")
     return model, where
 
 

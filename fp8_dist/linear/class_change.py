@@ -4,10 +4,13 @@ References to a layer stay valid when its class changes. But a bound method that
 the change still calls the function of the old class. Those in the layer's attributes are rebound.
 """
 
+import sys
 from functools import partial
 from types import MethodType
 
 from torch import nn
+
+from fp8_dist.text import is_torchaos
 
 
 def change_class(layer: nn.Module, new: type) -> None:
@@ -26,6 +29,23 @@ def change_class(layer: nn.Module, new: type) -> None:
 def _is_forward_of(layer: nn.Module, value: object) -> bool:
     """Whether a value is the method ``forward`` of the layer's class, bound to the layer."""
     return isinstance(value, MethodType) and value == MethodType(type(layer).forward, layer)
+
+
+def why_class_is_kept(kind: type[nn.Linear]) -> str:
+    """Return why a change of class would lose what layers of this class compute, or ``""``."""
+    forward = nn.Linear.forward
+    if kind.forward is not forward:
+        if is_torchaos(kind):
+            return "torchao has converted it: convert the plain model"
+        return f"its class {kind.__name__} has a forward of its own"
+    # A replacement may have the name and the __module__ of torch's function (functools.wraps).
+    if getattr(forward, "__globals__", None) is not vars(sys.modules[nn.Linear.__module__]):
+        replacement = getattr(forward, "__qualname__", type(forward).__name__)
+        return (
+            f"nn.Linear.forward was replaced by {replacement}, which float8 layers would not call; "
+            "undo that before the conversion, or use hooks"
+        )
+    return ""
 
 
 def why_forward_is_kept(layer: nn.Module) -> str:

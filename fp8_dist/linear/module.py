@@ -1,8 +1,7 @@
 """``Float8Linear``: nn.Linear whose three GEMMs multiply float8 operands."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,17 +11,17 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, check_config
+from fp8_dist.config import Float8LinearConfig, check_config
+from fp8_dist.config_text import config_text
 from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear import checks
 from fp8_dist.linear.autograd import LinearSpec, float8_linear
-from fp8_dist.linear.class_change import change_class, why_forward_is_kept
+from fp8_dist.linear.class_change import change_class, why_class_is_kept, why_forward_is_kept
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.operand.cast import check_layout, check_transforms
 from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories, warn_if_not_synced
 from fp8_dist.operand.prepare import forget_input_cast
-from fp8_dist.recipe import GEMM_OPERANDS
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
@@ -106,7 +105,8 @@ class Float8Linear(nn.Linear):
         Raises:
             TypeError: ``mod`` is not an nn.Linear or has a quantized weight, or ``config`` is not a
                 Float8LinearConfig.
-            ValueError: ``forward`` was replaced on the instance ``mod``.
+            ValueError: ``forward`` was replaced on the instance ``mod`` or on nn.Linear, or the
+                class of ``mod`` has a forward of its own.
         """
         if not isinstance(mod, nn.Linear):
             raise TypeError(f"Float8Linear.from_float: expected an nn.Linear, got {type(mod)}")
@@ -114,6 +114,10 @@ class Float8Linear(nn.Linear):
             raise TypeError(
                 f"Float8Linear.from_float: the weight of {fqn or 'the layer'} is {why}; convert a "
                 "layer with a weight in high precision"
+            )
+        if not isinstance(mod, Float8Linear) and (why := why_class_is_kept(type(mod))):
+            raise ValueError(
+                f"Float8Linear.from_float: {fqn or 'the layer'} can't be converted: {why}"
             )
         if "forward" in vars(mod):
             raise ValueError(
@@ -371,38 +375,6 @@ def _plain_class(cls: Any) -> Any:
     return type(cls.__name__.replace("Float8", "", 1), tuple(bases), dict(vars(cls)))
 
 
-@lru_cache
-def config_text(config: Float8LinearConfig) -> str:
-    """The recipe, the options that differ from it, and the float8 gathers."""
-    named = Float8LinearConfig.from_recipe_name
-    recipes = {n: named(n) for n in ("bf16", *(name.value for name in Float8LinearRecipeName))}
-    if config.cast_config_weight.format == "mxfp4":
-        names = "blockwise", "mxfp8"
-        recipes = {f"{n}, weight_format=mxfp4": named(n, weight_format="mxfp4") for n in names}
-    alike = {name: recipe for name, recipe in recipes.items() if _casts(recipe) == _casts(config)}
-    alike = alike or {"custom": Float8LinearConfig()}
-    texts = [[f"recipe={name}", *_options_beside(config, recipe)] for name, recipe in alike.items()]
-    gathers = ["weight"] if config.fsdp_float8_all_gather else []
-    gathered = config.recipe.gather_scheme
-    gathers += [operand for operand in gathered if gathered[operand] and operand != "weight"]
-    return ", ".join([*min(texts, key=len), f"float8_gathers={'|'.join(gathers) or 'none'}"])
-
-
-def _casts(config: Float8LinearConfig) -> list[object]:
-    uses = GEMM_OPERANDS.items()
-    return [config.cast_config(operand, gemm) for gemm, operands in uses for operand in operands]
-
-
-def _options_beside(config: Float8LinearConfig, recipe: Float8LinearConfig) -> list[str]:
-    """The fields that differ from the recipe, except for casts and fields shown elsewhere."""
-    return [
-        f"{field.name}={getattr(config, field.name)}"
-        for field in fields(config)
-        if not field.name.startswith(("cast_config", "enable_fsdp_float8_all_gather"))
-        and getattr(config, field.name) != getattr(recipe, field.name)
-    ]
-
-
 def invalidate_float8_scales(module: nn.Module) -> None:
     """Drop the cached scales of the weights in ``module``.
 
@@ -442,9 +414,7 @@ def why_unconvertible(layer: nn.Linear) -> str:
         return "it is lazy: run it once, so that it knows its sizes"
     if isinstance(layer, NonDynamicallyQuantizableLinear):
         return f"its class {kind} is read by nn.MultiheadAttention, never called"
-    if type(layer).forward is not nn.Linear.forward:
-        return f"its class {kind} has a forward of its own"
-    if why := why_forward_is_kept(layer):
+    if why := why_class_is_kept(type(layer)) or why_forward_is_kept(layer):
         return why
     names = {*dir(type(layer)), *layer._parameters, *layer._buffers, *layer._modules}
     names |= vars(layer).keys() - _OWN_ATTRIBUTES  # those can be hidden

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fp8_dist import torch_internals
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import AsyncCollectiveTensor, StridedShard, cached_but_in_graphs
 
 Placements = tuple[Placement, ...]
@@ -73,7 +74,7 @@ def check_axis(mesh: object, caller: str) -> None:
     """Raise TypeError for anything but a mesh, and ValueError for a mesh of several axes."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
-            f"{caller} needs a DeviceMesh, got a {type(mesh).__name__}; init_device_mesh makes "
+            f"{caller} needs a DeviceMesh, got {kind_of(mesh)}; init_device_mesh makes "
             "one, and DeviceMesh.from_group(group, device_type) makes one of a process group"
         )
     if mesh.ndim != 1:

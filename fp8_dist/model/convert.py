@@ -45,8 +45,9 @@ def convert_to_float8_training(
     local tensors of its sharded parameters in a type that FSDP2 gathers in float8.
 
     One warning lists the layers that stay in high precision although no filter excludes them:
-    subclasses of nn.Linear that override ``forward``, layers whose own ``forward`` was replaced
-    (except by accelerate's hooks, which go on working), layers whose weight is computed
+    subclasses of nn.Linear that override ``forward`` (torchao's Float8Linear, too), layers whose
+    own ``forward``, or that of nn.Linear, was replaced (except by accelerate's hooks, which go on
+    working), layers whose weight is computed
     (``weight_norm``), layers whose weight nn.MultiheadAttention reads, lazy layers, layers whose
     weight is not floating point or is a tensor subclass with its own GEMM, transformers' Conv1D
     layers (GPT-2), and experts whose weights are 3-D parameters. The warning also lists converted

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
+from fp8_dist.config_text import config_text
 from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.kernels.e2m1 import pack_e2m1
-from fp8_dist.linear.module import config_text, other_users
+from fp8_dist.linear.module import other_users
 from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.operand.prepare import cast_local

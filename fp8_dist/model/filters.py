@@ -24,7 +24,7 @@ from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.model.break_even import tokens_to_gain
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
-from fp8_dist.text import aligned, is_part, without_wrappers
+from fp8_dist.text import aligned, did_you_mean, is_part, without_wrappers
 
 Shape = tuple[int, int]
 Limits = tuple[int | None, int | None]  # the largest (out, in) that is too small; None: any size
@@ -288,7 +288,10 @@ def auto_filter(
         )
     name = getattr(recipe, "value", recipe)  # of an enum, which may be torchao's
     if name not in list(TOO_SMALL):
-        raise ValueError(f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}")
+        raise ValueError(
+            f"auto_filter: recipe={recipe!r} is not one of {list(TOO_SMALL)}"
+            f"{did_you_mean(name, TOO_SMALL)}"
+        )
     fqns = tuple(filter_fqns)
     if isinstance(filter_fqns, str) or not all(isinstance(entry, str) and entry for entry in fqns):
         raise TypeError(

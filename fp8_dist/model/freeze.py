@@ -10,6 +10,7 @@ from fp8_dist.moe.experts import ExpertWeight, FilterFn, check_arguments
 from fp8_dist.operand.prepare import cast_local
 from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import CastPlan, Mxfp4, Scheme
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp, normal_tensors
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored_weight import share, store_in_float8
@@ -192,8 +193,7 @@ def dequantized(module: nn.Module, name: str = "weight") -> torch.Tensor:
     weight = weights_of(module).get(name)
     if weight is None:
         raise ValueError(
-            f"dequantized: a {type(module).__name__} has no float8 weight {name!r}; pass a "
-            "converted layer"
+            f"dequantized: {kind_of(module)} has no float8 weight {name!r}; pass a converted layer"
         )
     return weight.high_precision()
 

@@ -20,6 +20,7 @@ from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 from fp8_dist.weight.agreement import note_converted
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -269,7 +270,7 @@ def add_weights(
 def why_not_convertible_back(part: nn.Module) -> str:
     """Return the reason why converted experts can't be converted back in place, or ``""``."""
     if not _adapter_of(part).weights(part):
-        return f"a {type(part).__name__} is built in float8"
+        return f"{kind_of(part)} is built in float8"
     if any(isinstance(weight.parameter(), DTensor) for weight in weights_of(part).values()):
         return "they are distributed"
     return ""

@@ -12,7 +12,7 @@ from fp8_dist.operand.prepare import as_float8
 from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
-from fp8_dist.text import wrong_type
+from fp8_dist.text import kind_of, wrong_type
 from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
 
 
@@ -57,7 +57,7 @@ def cast_to_float8(
             DTensor (``_StridedShard``), some of which begin inside a block.
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"cast_to_float8: expected a tensor, got a {type(tensor).__name__}")
+        raise TypeError(f"cast_to_float8: expected a tensor, got {kind_of(tensor)}")
     if not isinstance(cast_config, CastConfig):
         wrong = wrong_type(cast_config, [CastConfig])
         raise TypeError(f"cast_to_float8: cast_config must be a CastConfig, got {wrong}")

@@ -16,6 +16,7 @@ from fp8_dist.device import is_float8
 from fp8_dist.kernels.encoding import as_bytes, pack_rows, unpack_rows
 from fp8_dist.scaling import Level, Scales, Scheme, covering
 from fp8_dist.tensor.float8_tensor import FLOAT8_OPS, Float8Tensor, dequantize_detached
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import funcol, shard_dim_alltoall
 
 aten = torch.ops.aten
@@ -200,7 +201,7 @@ def _check_are_float8(func: Any, tensors: Sequence[torch.Tensor]) -> None:
     for x in tensors:
         if not isinstance(x, Float8Tensor):
             raise NotImplementedError(
-                f"{func} of a Float8Tensor and a {type(x).__name__} of {x.dtype}: cast_to_float8 "
+                f"{func} of a Float8Tensor and {kind_of(x)} of {x.dtype}: cast_to_float8 "
                 "the second, or dequantize() the first"
             )
 

@@ -7,7 +7,6 @@ first updated (FSDP2's lazy initialization, precompute, sync). A layer that othe
 compared in its first forward.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
@@ -20,6 +19,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from fp8_dist.config_text import CUSTOM, field_texts, recipe_of
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import STAND_INS, innermost, normal_tensors, without_dispatch_modes
 
 # Modules whose parameters and layers were compared, including their submodules.
@@ -31,6 +32,7 @@ CONVERTED: "WeakSet[nn.Module]" = WeakSet()
 Layers = Mapping[str, Any]
 
 _PASSED_ON = ""  # the name of the fact that passes on a difference found on a smaller mesh
+_RECIPE = ": recipe"  # the end of the name of the fact that says the recipe of a weight
 
 
 class Facts:
@@ -128,9 +130,12 @@ def _describe_difference(by_rank: Mapping[int, Mapping[str, str]]) -> str:
         ranks: dict[str, list[int]] = {}
         for rank, facts in by_rank.items():
             ranks.setdefault(facts.get(name, "missing"), []).append(rank)
-        if len(ranks) > 1:
-            values = "; ".join(f"{value} on {_format_ranks(some)}" for value, some in ranks.items())
-            return f"{name}: {values}"
+        # The casts of no recipe are described by the fields that differ, which follow.
+        if len(ranks) > 1 and CUSTOM not in ranks:
+            values = [f"{value} on {_format_ranks(some)}" for value, some in ranks.items()]
+            if name.endswith(_RECIPE):
+                return f"{name} {', '.join(values)}"
+            return f"{name}: {'; '.join(values)}"
     return "the order of layers differs"
 
 
@@ -223,19 +228,23 @@ def _weight_facts(weight: Any, module: str) -> dict[str, str]:
     """Return the facts about a float8 parameter. ``module`` is the name of its module."""
     layout, parameter = weight.layout(), weight.parameter()
     shape = parameter.shape if layout is None else layout.shape
-    fqn, kind = f"{module}.{weight.name}", type(weight.module).__name__
+    fqn, kind = f"{module}.{weight.name}", kind_of(weight.module)
     name = module if weight.name == "weight" else fqn
     facts = {
-        name: f"a {kind} with a {weight.name} of shape {list(shape)}",
+        name: f"{kind} with a {weight.name} of shape {list(shape)}",
         f"{fqn}.dtype": str(parameter.dtype),
         f"{fqn}.requires_grad": str(parameter.requires_grad),
         f"{fqn} stored in float8": str(weight.is_stored),
     }
-    for option in ("reduce_transport", "float8_experts_config"):
-        if (value := getattr(weight.module, option, None)) is not None:
-            facts[f"{module}.{option}"] = str(value)
-    for field in dataclasses.fields(weight.config):
-        facts[f"{name}.config.{field.name}"] = repr(getattr(weight.config, field.name))
+    experts = getattr(weight.module, "float8_experts_config", None)
+    recipe = experts and (experts.recipe or "bf16")
+    facts[f"{name}{_RECIPE}"] = recipe or recipe_of(weight.config)
+    if (transport := getattr(weight.module, "reduce_transport", None)) is not None:
+        facts[f"{module}.reduce_transport"] = str(transport)
+    configs = {f"{name}.config": weight.config, f"{module}.float8_experts_config": experts}
+    for config_name, config in configs.items():
+        texts = {} if config is None else field_texts(config)
+        facts |= {f"{config_name}.{field}": text for field, text in texts.items()}
     return facts
 
 

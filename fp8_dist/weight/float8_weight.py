@@ -51,7 +51,7 @@ from fp8_dist.scaling import (
     shared_schemes,
 )
 from fp8_dist.tensor import Float8Tensor, quantized_as
-from fp8_dist.text import warn_once
+from fp8_dist.text import kind_of, warn_once
 from fp8_dist.weight.agreement import check_placed
 from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight
 from fp8_dist.weight.local_placements import LocalPlacements
@@ -238,7 +238,7 @@ class Float8Weight:
         supported = Float8Tensor | WrapperParameter | internals.AsyncCollectiveTensor
         if isinstance(local, supported) or not hasattr(local, "__tensor_flatten__"):
             return ""
-        return f"a {type(local).__name__}, which implements its own matmul (dequantize it first)"
+        return f"{kind_of(local)}, which implements its own matmul (dequantize it first)"
 
     def why_not_captured(self) -> str:
         """The reason why a CUDA graph can't train the weight, with a remedy; empty if it can."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.scaling import Scheme
 from fp8_dist.scaling.operators import unpack
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import tree_leaves, tree_map_only
 from fp8_dist.weight import wrapper
 from fp8_dist.weight.wrapper import bytes_of
@@ -271,7 +272,7 @@ def _check_copy(to: torch.Tensor, source: torch.Tensor) -> None:
     dtypes = {x.plain.dtype if isinstance(x, Stored) else x.dtype for x in (to, source)}
     if not isinstance(to, Stored) or len(dtypes) > 1:
         raise NotImplementedError(
-            f"copy_ of a {type(source).__name__} of {source.dtype} to a {type(to).__name__} of "
+            f"copy_ of {kind_of(source)} of {source.dtype} to {kind_of(to)} of "
             f"{to.dtype}, one of which is stored in float8; {_REMEDY}"
         )
 

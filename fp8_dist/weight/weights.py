@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist.device import current_capture
 from fp8_dist.mesh import has_strided_placements, local_tensor, with_local
+from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import (
     is_plain,
     normal_tensors,
@@ -111,7 +112,7 @@ def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
 def checked_module(module: nn.Module) -> nn.Module:
     """Return ``module``; raise TypeError if it is not an nn.Module."""
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got a {type(module).__name__}")
+        raise TypeError(f"expected a model (an nn.Module), got {kind_of(module)}")
     return module
 
 

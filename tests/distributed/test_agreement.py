@@ -21,7 +21,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale
+from fp8_dist import (
+    CastConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    convert_to_float8_training,
+    precompute_float8_dynamic_scale,
+)
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import update_float8_scales
 from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
@@ -30,6 +36,9 @@ from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
 def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
     if difference == "recipe":
         return Float8LinearConfig.from_recipe_name("rowwise" if is_other else "tensorwise")
+    if difference == "cast":
+        rows = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
+        return Float8LinearConfig(cast_config_input=rows if is_other else CastConfig())
     power_of_2 = difference == "config" and is_other
     return Float8LinearConfig(
         enable_fsdp_float8_all_gather=True, round_scales_to_power_of_2=power_of_2
@@ -96,7 +105,8 @@ RUN: dict[str, Callable[[Any], object]] = {
 
 NAMED = {
     "config": "config.round_scales_to_power_of_2: False on ",
-    "recipe": "config.cast_config_input: ",
+    "recipe": "layers.0.w1: recipe tensorwise on rank 0, rowwise on rank 1. ",
+    "cast": "layers.0.w1.config.cast_config_input.scaling_granularity: ScalingGranularity.TENSORW",
     "layer": "layers.1.w2: a Float8Linear with a weight of shape [64, 96] on ",
     "block": "layers.1.w1: a Float8Linear with a weight of shape [96, 64] on ",
     "frozen": "layers.0.w3.weight.requires_grad: True on ",
@@ -207,6 +217,7 @@ PARALLELIZE: dict[str, Callable[[Net, DeviceMesh], object]] = {
         ("float8 styles", "train", "layer"),
         ("a plan", "evaluate", "recipe"),
         ("torch's styles", "train", "config"),
+        ("a plan", "evaluate", "cast"),
         ("declared", "compiled", "layer"),
     ],
 )

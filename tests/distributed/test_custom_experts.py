@@ -124,7 +124,7 @@ def test_what_is_refused(ranks: RankPools) -> None:
         "\n".join(ranks(2).run_same(refused)),
         """\
 experts: FSDP2 gathered a weight as Blocks, and the config has Dense; pass the module's float8_experts_config
-parallelize_module: the module: the features of a Experts can't be divided; use Float8ExpertParallel
+parallelize_module: the module: the features of an Experts can't be divided; use Float8ExpertParallel
 convert_experts_to_float8_training: the module can't be converted: it has no parameter middle of shape [E, N, K]. Exclude it in module_filter_fn""",
     )
 

@@ -365,7 +365,7 @@ def test_arguments_of_other_kinds_are_refused() -> None:
         text = raised(TypeError, partial(attach, other, net))
         assert f"attach_update: a {type(other).__name__} is no torch.optim.Optimizer" in text
     text = raised(TypeError, lambda: attach(net, AdamW(net.parameters())))
-    assert "expected a model (an nn.Module), got a AdamW" in text
+    assert "expected a model (an nn.Module), got an AdamW" in text
 
 
 @on_ranks(2, returns=(1, 1))

@@ -205,5 +205,7 @@ def test_convert_to_linear_refuses() -> None:
     add_weights(built, ("w1",), Float8ExpertsConfig(), "experts")
     built.float8_weight_names = ()
     text = raised(NotImplementedError, lambda: convert_to_linear(nn.Sequential(built)))
-    assert "the experts 0 can't be converted back in place: a OwnExperts is built in float8" in text
+    assert (
+        "the experts 0 can't be converted back in place: an OwnExperts is built in float8" in text
+    )
     assert "expected a model" in raised(TypeError, lambda: convert_to_linear(3))  # type: ignore[arg-type]

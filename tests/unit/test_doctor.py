@@ -296,7 +296,7 @@ WRONG = {
     "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
     "--model 9b": "error: --model 9b: it is not MODULE:FUNCTION",
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
-    "--model test_doctor:no_model": "it returned a int, not an nn.Module",
+    "--model test_doctor:no_model": "it returned an int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
     "--tp 2": "--recipe, --tp and --tokens describe the use of a model: give --model",
     "--model test_doctor:model --tp 0": "argument --tp: '0' is not a positive number",

@@ -10,15 +10,21 @@ from torch import nn
 from fp8_dist import (
     CastConfig,
     Float8Linear,
+    Float8LinearConfig,
+    ScalingGranularity,
     ScalingType,
+    auto_filter,
     cast_to_float8,
     convert_to_float8_training,
+    float8_layers,
     freeze_to_float8,
     update_float8_scales,
 )
+from fp8_dist.config_text import CUSTOM, field_texts, recipe_of
 from fp8_dist.debug import comm_audit
-from fp8_dist.moe import convert_experts_to_float8_training
+from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.text import did_you_mean, with_article
 
 ONE = torch.ones(())
 Refused = dict[str, Callable[[], object]]
@@ -43,6 +49,13 @@ TYPES: Refused = {
         for mesh in ([0, 1], "tp")
     },
     "cast_to_float8: expected a tensor, got a list": lambda: cast_to_float8([1.0], CastConfig()),  # type: ignore[arg-type]
+    "cast_to_float8: expected a tensor, got an int": lambda: cast_to_float8(1, CastConfig()),  # type: ignore[arg-type]
+    "expected a model (an nn.Module), got an AdamW": lambda: float8_layers(
+        torch.optim.AdamW([torch.ones(1)])  # type: ignore[arg-type]
+    ),
+    "weight_block_size; did you mean 'emulate'?": lambda: Float8LinearConfig.from_recipe_name(
+        "mxfp8", emulated=True
+    ),
     "cast_config must be a CastConfig, got 'e4m3'": lambda: cast_to_float8(ONE, "e4m3"),  # type: ignore[arg-type]
     "from_float: expected an nn.Linear, got <": lambda: Float8Linear.from_float(nn.ReLU()),  # type: ignore[arg-type]
     "config must be a Float8LinearConfig, got 'x'": lambda: Float8Linear(16, 16, config="x"),  # type: ignore[arg-type]
@@ -51,6 +64,13 @@ TYPES: Refused = {
     ),
 }
 VALUES: Refused = {
+    "'delayed', 'bf16']; did you mean 'rowwise_folded'?": lambda: (
+        Float8LinearConfig.from_recipe_name("rowise_folded")
+    ),
+    "'delayed']; did you mean 'tensorwise'?": lambda: auto_filter("Tensor-wise"),
+    "got 'blokwise'; did you mean 'blockwise'?": lambda: Float8ExpertsConfig.from_recipe_name(
+        "blokwise"
+    ),
     "comes from the history that a Float8Linear keeps": lambda: cast_to_float8(
         ONE, CastConfig(ScalingType.DELAYED)
     ),
@@ -73,3 +93,28 @@ def test_what_is_refused() -> None:
     ):
         for text, call in calls.items():
             assert text in raised(kind, call)
+
+
+def test_articles_follow_the_sound() -> None:
+    an = ["AdamW", "int", "LSTM", "RMSNorm", "ndarray", "nn.Linear", "Unembedding", "FSDPLinear"]
+    a = ["Float8Linear", "list", "ReLU", "UserDict", "uint8", "UNet", "SiLU", "module"]
+    assert [with_article(name).split() for name in an] == [["an", name] for name in an]
+    assert [with_article(name).split() for name in a] == [["a", name] for name in a]
+
+
+def test_only_names_that_are_near_are_proposed() -> None:
+    names = ["tensorwise", "rowwise", "rowwise_folded"]
+    assert did_you_mean("fast", names) == did_you_mean(None, names) == ""
+    assert did_you_mean("ROWWISE", names) == "; did you mean 'rowwise'?"
+    assert did_you_mean("rowise_", names, 2) == "; did you mean 'rowwise' or 'rowwise_folded'?"
+
+
+def test_what_is_said_of_configs() -> None:
+    rowwise = Float8LinearConfig.from_recipe_name("rowwise", emulate=True)
+    by_hand = Float8LinearConfig(CastConfig(scaling_granularity=ScalingGranularity.AXISWISE))
+    assert [recipe_of(rowwise), recipe_of(by_hand)] == ["rowwise", CUSTOM]
+    one, other = field_texts(rowwise), field_texts(by_hand)
+    assert one.keys() == other.keys()
+    name = "cast_config_input_for_grad_weight.scaling_granularity"
+    assert one[name] == other[name] == "ScalingGranularity.AXISWISE"
+    assert (one["emulate"], other["emulate"]) == ("True", "False")

@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
@@ -265,6 +265,26 @@ OWN_FORWARDS: dict[str, Callable[[Any], Callable[..., Any]]] = {
     "another layer's": lambda layer: nn.Linear(32, 32).forward,
     "decorated": lambda layer: torch.no_grad()(layer.forward),
 }
+
+
+@pytest.mark.parametrize("keeps_name", [False, True])
+def test_a_forward_that_was_replaced_for_all_layers_is_not_dropped(
+    keeps_name: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = nn.Linear.forward
+
+    def doubled(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+        return 2 * original(self, input)
+
+    monkeypatch.setattr(nn.Linear, "forward", wraps(original)(doubled) if keeps_name else doubled)
+    model, x = nn.Sequential(nn.Linear(32, 32)), torch.randn(16, 32)
+    expected = model(x)
+    for call in (lambda: convert(model), lambda: Float8Linear.from_float(model[0])):
+        assert "nn.Linear.forward was replaced by " in raised(ValueError, call)
+    assert same_bits(model(x), expected)
+    assert not float8_layers(model)
+    monkeypatch.undo()
+    assert list(float8_layers(convert(model))) == ["0"]
 
 
 def test_layers_whose_forward_was_replaced_are_left_out() -> None:

@@ -68,7 +68,7 @@ def test_names_of_recipes_are_taken() -> None:
 
 def test_a_model_that_torchao_has_converted() -> None:
     model = torchao.convert_to_float8_training(plain())
-    reason = "its class Float8Linear has a forward of its own"
+    reason = "torchao has converted it: convert the plain model"
     text = raised(ValueError, lambda: convert_to_float8_training(model))
     assert text.splitlines()[1:] == [f"  * (2): {reason}"]
     optimizer = torch.optim.SGD(model.parameters())
@@ -77,6 +77,8 @@ def test_a_model_that_torchao_has_converted() -> None:
         lambda: attach_update(optimizer, model),
     ):
         assert "call convert_to_float8_training of fp8_dist first" in raised(ValueError, call)
+    text = raised(ValueError, lambda: Float8Linear.from_float(model[0]))
+    assert text == f"Float8Linear.from_float: the layer can't be converted: {reason}"
     partly = plain()
     partly[0] = model[0]
     with all_warnings() as texts:
@@ -105,7 +107,7 @@ def test_quantized_weights(quantize: Any) -> None:
 def test_a_converted_layer_refuses_a_quantized_weight() -> None:
     model = convert_to_float8_training(plain())
     with pytest.raises(
-        TypeError, match="0: the weight of a float8 layer can't be a Float8Tensor, w"
+        TypeError, match="0: the weight of a float8 layer can't be torchao's Float8Tensor, w"
     ):
         quantize_(model, Float8WeightOnlyConfig())
     quantize_(convert_to_linear(model), Float8WeightOnlyConfig())

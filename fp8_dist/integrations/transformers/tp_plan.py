@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 
 from fp8_dist.integrations.transformers import tp_styles
 from fp8_dist.tensor_parallel import plans
+from fp8_dist.text import kind_of, with_article
 from fp8_dist.transport import Encoding
 
 # The names of declared styles in transformers 5 and in transformers 4.
@@ -122,7 +123,7 @@ class Structure:
             module = self.modules.get(name)
             if not isinstance(module, _CLASSES.get(style, ())):
                 kind = type(module).__name__ if module is not None else "parameter"
-                of = f" of a {kind}" if style in _CLASSES else ""
+                of = f" of {with_article(kind)}" if style in _CLASSES else ""
                 self.add_problem(f"{name}: the style {style!r}{of}")
         return styles
 
@@ -161,9 +162,7 @@ class Structure:
                 styles[name] = _HEAD_NORM
             else:
                 where = f"{block}.{name}" if name else block
-                self.add_problem(
-                    f"{where}: a {type(child).__name__} in a divided block, without a style"
-                )
+                self.add_problem(f"{where}: {kind_of(child)} in a divided block, without a style")
 
     def check_layers(self) -> list[str]:
         """Return the norms in the layers. Other modules outside of blocks are added to problems."""
@@ -182,8 +181,8 @@ class Structure:
                 if _is_norm(module):
                     norms.append(name)
                 else:
-                    kind = type(module).__name__
-                    self.add_problem(f"{name}: a {kind} without a style", only_sequences=True)
+                    kind = kind_of(module)
+                    self.add_problem(f"{name}: {kind} without a style", only_sequences=True)
         return norms
 
     def check_ends(self, stack: str, styles: dict[str, str]) -> tuple[str, str]:
@@ -209,8 +208,8 @@ class Structure:
             )
         for name, module in siblings.items():
             if name not in (stack, *embeddings, *norms) and [*module.parameters()]:
-                kind = type(module).__name__
-                self.add_problem(f"{name}: a {kind} beside the layers", only_sequences=True)
+                kind = kind_of(module)
+                self.add_problem(f"{name}: {kind} beside the layers", only_sequences=True)
         return next(iter(embeddings), ""), next(iter(norms), "")
 
     def find_head(self, styles: dict[str, str], stack: str) -> str | None:
