@@ -21,7 +21,7 @@ from fp8_dist.model.report import ConversionSummary, conversion_summary
 from fp8_dist.model.routers import routers
 from fp8_dist.moe import experts as moe_experts
 from fp8_dist.moe.experts import CONVERT_BEFORE, FilterFn, check_arguments
-from fp8_dist.text import alike, alike_names, warn_once
+from fp8_dist.text import alike, alike_names, warn_once, without_wrappers
 from fp8_dist.torch_internals import normal_tensors
 from fp8_dist.weight import agreement
 from fp8_dist.weight.weights import float8_weights, weights_of
@@ -59,8 +59,10 @@ def convert_to_float8_training(
 
     Args:
         module: the model.
-        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each nn.Linear.
-            If it returns False, the layer stays unconverted. ``None``: convert all of them.
+        module_filter_fn: a function ``(module, fqn) -> bool`` that is called for each nn.Linear,
+            with its name in the keys of ``state_dict()``, without the parts that wrappers add
+            (``_checkpoint_wrapped_module``, ``_orig_mod``). If it returns False, the layer stays
+            unconverted. ``None``: convert all of them.
         config: the config of the layers. Default: the ``tensorwise`` recipe.
 
     Returns:
@@ -208,9 +210,10 @@ def _choose(
     """Return the layers to convert, by name, and warn about layers that can't be converted."""
     chosen: dict[str, nn.Linear] = {}
     unfit: dict[str, str] = {}  # the reasons for layers that no filter excludes
-    for fqn, layer in module.named_modules():
+    for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
+        fqn = without_wrappers(name)
         if module_filter_fn is not None and not module_filter_fn(layer, fqn):
             reasons = module_filter_fn.reasons if isinstance(module_filter_fn, LayerFilter) else {}
             LEFT_OUT[layer] = reasons.get(fqn, "module_filter_fn returned False")

@@ -1,19 +1,18 @@
 """Filters that choose the linear layers to convert, and their reasons to leave layers out.
 
-Rounding errors cost more in the logits, the output of the head, than elsewhere, and the head's
-weight is often tied to the embedding. In a router (:mod:`fp8_dist.model.routers`) they change which
-experts compute. In a low-rank adapter the inner dim is too small for a gain. In a small layer the
-casts cost more than the GEMM saves. The float8 GEMM of a GPU refuses sizes that are not multiples
-of 16.
+Rounding errors cost more in the logits, the output of the head (:mod:`fp8_dist.model.heads`), than
+elsewhere. In a router (:mod:`fp8_dist.model.routers`) they change which experts compute. In a
+low-rank adapter the inner dim is too small for a gain. In a small layer the casts cost more than
+the GEMM saves. The float8 GEMM of a GPU refuses sizes that are not multiples of 16.
 
 Shapes are ``(out_features, in_features)``. For experts, they are those of one expert.
 """
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from textwrap import indent
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.model.break_even import tokens_to_gain
+from fp8_dist.model.heads import heads, is_adapter, is_called_head, outside_of_base_models
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, did_you_mean, is_part, without_wrappers
@@ -42,12 +42,6 @@ def _too_small(recipe: Float8LinearRecipeName) -> tuple[Limits, ...]:
 
 TOO_SMALL = {recipe.value: _too_small(recipe) for recipe in Float8LinearRecipeName}
 
-# The name of a head at any depth, and the names of heads that are direct children of the model.
-_HEAD = "lm_head"
-_HEADS = {"classification_head", "classifier", "cls", "embed_out", "head", "qa_outputs", "score"}
-# Names under which wrappers hold the wrapped module.
-_WRAPPED = {"module", "model", "base_model"}
-
 _IS_HEAD = "it is the model's head"
 _IS_ROUTER = "it is a router"
 _IS_OUTSIDE = "it stands outside of the base model"
@@ -58,50 +52,90 @@ LEFT_OUT: "WeakKeyDictionary[nn.Module, str]" = WeakKeyDictionary()
 class LayerFilter:
     """A ``module_filter_fn`` that records its reasons; see :func:`skip_head`.
 
-    ``names``: other modules to leave out, by full names or consecutive parts of them.
+    Args:
+        model: the model that will be converted.
+        names: other modules to leave out: a full name, or else consecutive parts of names.
+        named_by: the reason of layers that ``names`` leaves out, to which the name is added.
 
     Attributes:
+        has_head: whether a layer of the model is recognized as its head.
         reasons: the reasons why layers are left out, by FQN; ``""`` for a layer that is converted.
     """
 
-    def __init__(self, model: nn.Module | None = None, names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, names: Iterable[str] = (), named_by: str = ""
+    ) -> None:
         model = nn.Module() if model is None else model
-        self._known = {*model.modules()}
-        self._never = dict.fromkeys(_outside_of_base_models(model), _IS_OUTSIDE)
+        self._known = {module: without_wrappers(fqn) for fqn, module in model.named_modules()}
+        self._never = dict.fromkeys(outside_of_base_models(model), _IS_OUTSIDE)
         self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
-        self._never |= dict.fromkeys(_output_embeddings(model), _IS_HEAD)
-        self._names = tuple(names)
+        signs = heads(model, self._never)
+        self._never |= {module: f"{_IS_HEAD}, {sign}" for module, sign in signs.items()}
+        outside = [m for m, why in self._never.items() if why == _IS_OUTSIDE]
+        self.has_head = any(isinstance(module, nn.Linear) for module in outside)
+        self.has_head |= any(True for module in signs for _ in module.parameters())
+        self._names, self._named_by = tuple(map(without_wrappers, names)), named_by
+        self._full_names = {*self._names}.intersection(self._known.values())
         self.reasons: dict[str, str] = {}
 
     def __call__(self, module: nn.Module, fqn: str) -> bool:
         """Return whether to convert a layer or experts; False for any other module."""
-        shapes = {n: (shape[-2], shape[-1]) for n, shape in expert_shapes(module).items()}
-        if isinstance(module, nn.Linear):
-            shapes = {"weight": (module.out_features, module.in_features)}
+        shapes = _shapes(module)
         if not shapes:
             return False
+        fqn = without_wrappers(fqn)
         self.reasons[fqn] = self._why_not(module, fqn, shapes)
         return not self.reasons[fqn]
 
+    def named(self, fqn: str) -> str:
+        """Return the name given to the filter that a module has, or ``""``."""
+        return next((name for name in self._names if self._has_name(fqn, name)), "")
+
+    def _has_name(self, fqn: str, name: str) -> bool:
+        is_full = name in self._full_names
+        return f"{fqn}.".startswith(f"{name}.") if is_full else is_part(name, fqn)
+
+    def check_names(self, caller: str) -> None:
+        """Raise ValueError if no layer or experts of the model have one of the names."""
+        fqns = [fqn for module, fqn in self._known.items() if _shapes(module)]
+        for name in self._names:
+            if not any(self._has_name(fqn, name) for fqn in fqns):
+                raise ValueError(
+                    f"{caller}: no linear layer or experts of the model have the name {name!r}. "
+                    "Take names, or consecutive parts of names, of model.named_modules()"
+                    f"{did_you_mean(name, name_parts(fqns), 3)}"
+                )
+
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
-        if (named := next((name for name in self._names if is_part(name, fqn)), None)) is not None:
-            return f"modules_to_not_convert: {named}"
+        if name := self.named(fqn):
+            return f"{self._named_by}{name}"
         reasons = (why_misaligned(*shape) for shape in shapes.values())
         reason = self._why_never(module, fqn, shapes) or next(filter(None, reasons), "")
         return reason and f"skip_head: {reason}"
 
     def _why_never(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
         """Return why a layer of any size is left out, or ``""``."""
-        parts = [part for part in without_wrappers(fqn).split(".") if part not in _WRAPPED]
-        if _HEAD in parts or parts == ["output"] or _HEADS & set(parts[:1]):
-            return _IS_HEAD
         if module in self._never:
             return self._never[module]
-        if any(part.startswith("lora_") for part in parts):
+        if is_called_head(fqn):
+            return f"{_IS_HEAD}, by its name"
+        if is_adapter(fqn):
             return "it belongs to a LoRA adapter"
         if module in self._known or not isinstance(module, nn.Linear):
             return ""
         return _IS_ROUTER if is_called_router(fqn, *shapes["weight"]) else ""
+
+
+def name_parts(fqns: Iterable[str]) -> list[str]:
+    """Return FQNs and each of their parts, as proposals in place of names that match nothing."""
+    return list(dict.fromkeys(part for fqn in fqns for part in (fqn, *fqn.split("."))))
+
+
+def _shapes(module: nn.Module) -> dict[str, Shape]:
+    """Return the shapes of the weights of a linear layer or of experts, by name."""
+    if isinstance(module, nn.Linear):
+        return {"weight": (module.out_features, module.in_features)}
+    return {name: (shape[-2], shape[-1]) for name, shape in expert_shapes(module).items()}
 
 
 @dataclass(frozen=True)
@@ -187,19 +221,26 @@ class AutoFilter(LayerFilter):
         return AutoFilterReport(self._recipe, self._tp_size, tuple(self._rows.values()), unmatched)
 
 
-def skip_head(model: nn.Module | None = None) -> LayerFilter:
+def skip_head(model: nn.Module | None = None, *names: str) -> LayerFilter:
     """Make a filter that skips heads, routers, low-rank adapters and layers of misaligned sizes.
 
     ``Float8Callback`` and ``Fp8DistConfig`` leave out the same layers:
 
-    * the head: the result of ``get_output_embeddings()`` of the model, or of a model within it;
-      layers of a transformers model outside of its base model, except for stacks of layers (a
-      decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a module of this
-      name; the layer ``output`` of the model itself; and ``head``, ``score``,
+    * the head, by what it does: layers that share the weight of an embedding, and layers with as
+      many outputs as an embedding has rows, if no other layer takes as many inputs. If others do
+      (the model may be as wide as its vocabulary is large), the last such layer, unless a later one
+      takes as many. The order is that of ``model.modules()``. Layers within repeated blocks (of an
+      nn.ModuleList, for instance) do not count, because their width may be the number of positions,
+      which have an embedding, too.
+    * the head, by further signs: the result of ``get_output_embeddings()`` of the model, or of a
+      model within it; layers of a transformers model outside of its base model, except for stacks
+      of layers (a decoder in an nn.ModuleList); layers with the name ``lm_head``, or within a
+      module of this name; the layer ``output`` of the model itself; and ``head``, ``score``,
       ``classifier``, ``classification_head``, ``qa_outputs``, ``embed_out`` and ``cls`` of the
       model itself, with all layers within them. A layer ``output`` or ``score`` of a module within
-      the model, such as ``attention.output``, is not the head. Names that wrappers add are ignored
-      (``module``, ``model``, ``base_model``, ``_orig_mod``, ...).
+      the model, such as ``attention.output``, is not the head by its name. Names that wrappers add
+      are ignored (``module``, ``model``, ``base_model``, ``_orig_mod``, ...).
+    * layers that are named by the caller.
     * routers, which decide which experts compute: layers whose name, or the name of a module around
       them, contains ``router``. Also, beside experts (an nn.ModuleList or 3-D parameters): layers
       with as many outputs as there are experts, layers with the name ``gate`` or ``wg`` and few
@@ -213,27 +254,63 @@ def skip_head(model: nn.Module | None = None) -> LayerFilter:
     ::
 
         convert_to_float8_training(model, module_filter_fn=skip_head(model))
+        convert_to_float8_training(model, module_filter_fn=skip_head(model, "unembed"))
 
-    It serves :func:`fp8_dist.moe.convert_experts_to_float8_training` too. To combine it with
-    another filter, call both in a function of a module and its FQN.
+    :func:`fp8_dist.conversion_summary` says which layer was taken for the head, and by which sign.
+    A warning is issued if none was, and no name is given.
+
+    The filter serves :func:`fp8_dist.moe.convert_experts_to_float8_training` too. To combine it
+    with another filter, call both in a function of a module and its FQN.
 
     Args:
         model: the model that will be converted. Without it, heads and routers are recognized by
             their names alone, and a ``gate`` is a router if it has at most a quarter as many
             outputs as inputs. With it, this holds only beside experts that are not called so.
+        *names: further layers to leave out. Each is the full name of a module, with all layers
+            within it, or else consecutive parts of names (``"unembed"``, ``"mlp.up"``), without the
+            parts that wrappers add.
 
     Returns:
         The filter.
 
     Raises:
-        TypeError: ``model`` is not an nn.Module.
+        TypeError: ``model`` is not an nn.Module, or a name is not a string.
+        ValueError: no linear layer or experts of ``model`` have one of the names.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
             f"skip_head takes the model, got {model!r}; pass what it returns as module_filter_fn: "
-            "module_filter_fn=skip_head(model)"
+            "module_filter_fn=skip_head(model), or skip_head(model, 'NAME') to name a layer"
         )
-    return LayerFilter(model)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"skip_head takes names of layers after the model, got {name!r}; write "
+                "skip_head(model, 'NAME', 'OTHER')"
+            )
+    admits = LayerFilter(model, names, "skip_head: named ")
+    if model is not None:
+        admits.check_names("skip_head")
+    if not names:
+        _warn_without_head(admits, model, "skip_head(model, {!r})")
+    return admits
+
+
+def _warn_without_head(admits: LayerFilter, model: nn.Module | None, remedy: str) -> None:
+    """Warn if no layer of a model is recognized as its head.
+
+    ``remedy``: the call that names a layer, with ``{!r}`` for its name.
+    """
+    modules = {} if model is None else dict(model.named_modules())
+    layers = [without_wrappers(fqn) for fqn, m in modules.items() if isinstance(m, nn.Linear)]
+    if layers and not admits.has_head:
+        warnings.warn(
+            f"{remedy.partition('(')[0]}: no layer of the {type(model).__name__} was taken for its "
+            "head: none has the name of a head, the weight of an embedding, or as many outputs as "
+            "an embedding has rows (that no other layer takes as inputs). If a layer makes the "
+            f"logits, name it. If it is the last one: {remedy.format(layers[-1])}",
+            stacklevel=3,
+        )
 
 
 def auto_filter(
@@ -269,7 +346,8 @@ def auto_filter(
             The division with the smaller gain decides, by its smallest part. Parts may be uneven,
             as in torch.
         model: the model that will be converted, as for ``skip_head``. Without it, heads and
-            routers are recognized by their names alone.
+            routers are recognized by their names alone. With it, a warning is issued if no head is
+            recognized and ``filter_fqns`` is empty.
 
     Returns:
         The filter, to be used for one model. Its ``report`` is an :class:`AutoFilterReport` of its
@@ -300,7 +378,10 @@ def auto_filter(
         )
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ValueError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, 1 or more")
-    return AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
+    admits = AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
+    if not fqns:
+        _warn_without_head(admits, model, "auto_filter(recipe, filter_fqns=[{!r}], model=model)")
+    return admits
 
 
 def why_misaligned(out_features: int, in_features: int) -> str:
@@ -337,28 +418,3 @@ def _shards(shape: Shape, dim: int, ranks: int) -> tuple[Shape, Shape]:
     smallest = max(0, shape[dim] - largest * (ranks - 1))
     out, in_ = shape
     return ((largest, in_), (smallest, in_)) if dim == 0 else ((out, largest), (out, smallest))
-
-
-def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in the output embeddings of the model and of any module in it."""
-    for module in model.modules():
-        get: Any = getattr(module, "get_output_embeddings", None)
-        try:
-            head = get() if callable(get) else None
-        except NotImplementedError:  # a base class without an implementation
-            continue
-        for part in head if isinstance(head, list | tuple) else [head]:
-            if isinstance(part, nn.Module):
-                yield from part.modules()
-
-
-def _outside_of_base_models(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules of transformers models outside of the base model, except stacks of layers."""
-    stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
-    stacked = {module for stack in stacks for module in stack.modules()}
-    for module in model.modules():
-        # Look at the class, because wrappers such as PEFT's forward the attributes of instances.
-        prefix = getattr(type(module), "base_model_prefix", None)
-        base = getattr(module, prefix, None) if isinstance(prefix, str) and prefix else None
-        if isinstance(base, nn.Module):
-            yield from set(module.modules()) - set(base.modules()) - {module} - stacked

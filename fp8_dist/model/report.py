@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fp8_dist.linear.module import Float8Linear, why_unconvertible
 from fp8_dist.model.filters import LEFT_OUT
-from fp8_dist.text import aligned, alike
+from fp8_dist.text import aligned, alike, without_wrappers
 from fp8_dist.weight.weights import weights_of
 
 # Modules whose 2-D or 3-D parameters are looked up, or multiply each token more than once.
@@ -124,7 +124,8 @@ def _rows(model: nn.Module) -> Iterator[WeightSummary]:
     sizes = {id(p): p.numel() for p in model.parameters() if not is_lazy(p) and p.ndim > 1}
     leaves = (nn.Linear, *_NO_PRODUCTS)  # a parametrization is a module inside one of these
     inside = {part for m in model.modules() if isinstance(m, leaves) for part in m.modules()}
-    for name, module in model.named_modules():
+    for wrapped_name, module in model.named_modules():
+        name = without_wrappers(wrapped_name)
         if isinstance(module, nn.Linear):
             # A parametrized weight consists of several parameters. A layer may have children.
             children = {name for name, _ in module.named_children()} - {"parametrizations"}

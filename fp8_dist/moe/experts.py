@@ -20,7 +20,7 @@ from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
-from fp8_dist.text import kind_of
+from fp8_dist.text import kind_of, without_wrappers
 from fp8_dist.torch_internals import StridedShard, remove_state_hooks
 from fp8_dist.weight.agreement import note_converted
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -47,7 +47,9 @@ class ExpertsAdapter:
 
     def weights(self, module: nn.Module) -> tuple[str, ...]:
         """The names of the weights ``[E, N, K]`` of a module; empty if it has no experts."""
-        return tuple(getattr(module, "float8_weight_names", ()))
+        # A wrapper, such as checkpointing's, has the attributes of the module in it.
+        of_class = getattr(type(module), "float8_weight_names", ())
+        return tuple(vars(module).get("float8_weight_names", of_class))
 
     def is_transposed(self, module: nn.Module) -> bool:
         """Whether the weights of a module are stored as ``[E, K, N]``."""
@@ -163,7 +165,7 @@ def expert_shapes(module: nn.Module) -> dict[str, torch.Size]:
 
 def experts_config(module: nn.Module) -> Float8ExpertsConfig | None:
     """The config of a module of converted experts; ``None`` for any other module."""
-    return getattr(module, "float8_experts_config", None)
+    return vars(module).get("float8_experts_config")  # a wrapper has the attributes of its module
 
 
 def float8_experts(module: nn.Module) -> dict[str, nn.Module]:
@@ -234,10 +236,11 @@ def convert_experts_to_float8_training(
     config = config or Float8ExpertsConfig()
     check_config(_CALLER, config, Float8ExpertsConfig)
     chosen: dict[str, tuple[nn.Module, ExpertsAdapter]] = {}
-    for fqn, part in module.named_modules():
+    for name, part in module.named_modules():
         adapter = _adapter_of(part)
         if not adapter.weights(part):
             continue
+        fqn = without_wrappers(name)
         if module_filter_fn is not None and not module_filter_fn(part, fqn):
             continue
         _check(part, adapter, fqn or "the module", config)

@@ -64,7 +64,7 @@ conversion_summary: 2 of 9 weights in float8, 3.6% of 56,256 parameters
   layers.*.gate.weight (2)           4 x 32        skip          0.5%  no nn.Linear, but a parameter of Router
   layers.*.experts.gate_up_proj (2)  4 x 128 x 32  skip         58.2%  no nn.Linear, but a 3-D parameter of 4 experts
   layers.*.experts.down_proj (2)     4 x 32 x 64   skip         29.1%  no nn.Linear, but a 3-D parameter of 4 experts
-  lm_head                            64 x 32       skip          3.6%  skip_head: it is the model's head
+  lm_head                            64 x 32       skip          3.6%  skip_head: it is the model's head, by its name
   (embeddings, norms, biases, ...)                               4.9%""",
     )
 

@@ -12,10 +12,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.model.convert import convert_to_float8_training
-from fp8_dist.model.filters import LayerFilter
+from fp8_dist.model.filters import LayerFilter, name_parts
 from fp8_dist.model.load import float8_keys
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
-from fp8_dist.text import is_part
+from fp8_dist.text import did_you_mean, is_part
 
 METHOD = "fp8_dist"
 
@@ -37,7 +37,7 @@ class Fp8DistConfig(QuantizationConfigMixin):
         recipe: the name of a recipe, as in ``Float8LinearConfig.from_recipe_name``.
         modules_to_not_convert: names of modules whose layers stay in high precision, besides the
             layers that :func:`fp8_dist.skip_head` leaves out. Names are full names
-            (``"model.layers.0"``) or consecutive parts of them (``"down_proj"``, ``"mlp"``,
+            (``"model.layers.0"``) or else consecutive parts of them (``"down_proj"``, ``"mlp"``,
             ``"layers.0.mlp"``).
         enable_fsdp_float8_all_gather: as in ``Float8LinearConfig``.
         experts_recipe: the name of a recipe of :class:`fp8_dist.moe.Float8ExpertsConfig`, by which
@@ -99,16 +99,17 @@ class Fp8DistQuantizer(HfQuantizer):
             raise ValueError(
                 f"Fp8DistConfig.modules_to_not_convert: {', '.join(unknown)}: no module of the "
                 f"{type(model).__name__} has such a name. Take names, or consecutive parts of "
-                "names, of model.named_modules()"
+                f"names, of model.named_modules(){did_you_mean(unknown[0], name_parts(modules), 3)}"
             )
+        admits = LayerFilter(model, names, "modules_to_not_convert: ")
         layers, experts = config.configs()
         if experts is not None:
             convert_experts_to_float8_training(
                 model,
                 config=experts,
-                module_filter_fn=lambda _, fqn: not any(is_part(name, fqn) for name in names),
+                module_filter_fn=lambda _, fqn: not admits.named(fqn),
             )
-        convert_to_float8_training(model, config=layers, module_filter_fn=LayerFilter(model, names))
+        convert_to_float8_training(model, config=layers, module_filter_fn=admits)
         if coded := float8_keys(kwargs.get("checkpoint_files") or []):
             raise ValueError(
                 f"Fp8DistConfig: {coded[0]} is in float8 in the checkpoint, and would be loaded "

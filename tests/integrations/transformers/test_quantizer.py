@@ -101,13 +101,14 @@ def test_modules_that_are_left_out(checkpoint: Path) -> None:
     mlp = {f"model.layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
     assert left == mlp | {f"model.layers.{i}.self_attn.o_proj" for i in range(2)}
     reasons = {row.name: row.reason for row in conversion_summary(model).rows if not row.converted}
-    assert reasons["lm_head"] == "skip_head: it is the model's head"
+    assert reasons["lm_head"] == "skip_head: it is the model's head, by its name"
     assert reasons["model.layers.1.mlp.up_proj"] == "modules_to_not_convert: layers.1.mlp"
 
 
 def test_names_that_are_refused(checkpoint: Path) -> None:
     unknown = raised(ValueError, lambda: load(checkpoint, modules_to_not_convert=["o_prj", "mlp"]))
     assert "modules_to_not_convert: o_prj: no module of the LlamaForCausalLM has such" in unknown
+    assert unknown.endswith("of model.named_modules(); did you mean 'o_proj'?")
     text = raised(TypeError, lambda: Fp8DistConfig(modules_to_not_convert="mlp"))  # type: ignore[arg-type]
     assert "takes a list of names, got a string: write ['mlp']" in text
     assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))

@@ -189,7 +189,7 @@ grouped_linear: offs must be int32 or int64 [2], one for each expert; got torch.
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [14, -9] rows
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [6, 9] rows
 grouped_linear: offs must grow from 0 to at most 14, the number of rows; got groups of [-1, 9] rows
-Float8ExpertsConfig.recipe must be None or 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'rowwise'
+Float8ExpertsConfig.recipe must be None or 'rowwise_folded' or 'tensorwise' or 'blockwise' or 'mxfp8', got 'rowwise'; did you mean 'rowwise_folded'?
 Float8ExpertsConfig.combine must be 'high_precision' or 'float8', got 'fp8'
 Float8ExpertsConfig.enable_fsdp_float8_all_gather must be bool or 'auto', got 'yes'
 Float8ExpertsConfig: recipe='tensorwise' does not take weight_block_size=(1, 32); drop it, or use the recipe 'blockwise' or 'mxfp8'
