@@ -96,8 +96,8 @@ class LayerFilter:
         return f"{fqn}.".startswith(f"{name}.") if is_full else is_part(name, fqn)
 
     def check_names(self, caller: str) -> None:
-        """Raise ValueError if no layer or experts of the model have one of the names."""
-        fqns = [fqn for module, fqn in self._known.items() if _shapes(module)]
+        """Raise ValueError if no linear layer or experts of the model have one of the names."""
+        fqns = [fqn for module, fqn in self._known.items() if _may_be_converted(module)]
         for name in self._names:
             if not any(self._has_name(fqn, name) for fqn in fqns):
                 raise ValueError(
@@ -129,6 +129,12 @@ class LayerFilter:
 def name_parts(fqns: Iterable[str]) -> list[str]:
     """Return FQNs and each of their parts, as proposals in place of names that match nothing."""
     return list(dict.fromkeys(part for fqn in fqns for part in (fqn, *fqn.split("."))))
+
+
+def _may_be_converted(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, or has a 3-D parameter, as experts have."""
+    parameters = module.parameters(recurse=False)
+    return isinstance(module, nn.Linear) or any(not is_lazy(p) and p.ndim == 3 for p in parameters)
 
 
 def _shapes(module: nn.Module) -> dict[str, Shape]:

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from nets import full
 from rank_tests import on_ranks
 from ranks import RankPools, device_mesh
-from reference import raised, sqnr
+from reference import all_warnings, raised, sqnr
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -225,6 +225,16 @@ def test_a_plan_from_before_the_conversion_is_warned_of(fake_world: DeviceMesh) 
         UserWarning, match=r"14 converted layers, such as 'layers\.0\.attention\.wq'"
     ):
         apply_tp_plan(model, fake_world["dp"], plan)
+
+
+def test_a_head_of_any_name_has_the_style_of_torch(fake_world: DeviceMesh) -> None:
+    layers = {"tok": nn.Embedding(256, 64), "up": nn.Linear(64, 128), "unembed": nn.Linear(64, 256)}
+    model = nn.ModuleDict(layers)
+    convert_to_float8_training(model, module_filter_fn=skip_head(model))
+    plan = {"up": Float8ColwiseParallel(), "unembed": ColwiseParallel(output_layouts=Replicate())}
+    with all_warnings() as texts:
+        apply_tp_plan(model, fake_world["tp"], plan)
+    assert texts == []
 
 
 def several_names() -> nn.Module:

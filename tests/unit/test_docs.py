@@ -102,11 +102,11 @@ def run_code(page: str, **scope: Any) -> dict[str, Any]:
 
 
 def test_recipes_converts_a_model() -> None:
-    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    model = nn.ModuleDict({"body": nn.Linear(32, 32), "head": nn.Linear(32, 32)})
     config = run_code("recipes.md", model=model)["config"]
     assert config.fsdp_float8_all_gather
-    assert isinstance(model[0], Float8Linear)
-    assert model[0].config.fold_row_scales
+    assert isinstance(model["body"], Float8Linear)
+    assert model["body"].config.fold_row_scales
 
 
 def test_numerics_sets_the_rule_of_every_operand() -> None:

@@ -108,7 +108,9 @@ def test_modules_that_are_left_out(checkpoint: Path) -> None:
 def test_names_that_are_refused(checkpoint: Path) -> None:
     unknown = raised(ValueError, lambda: load(checkpoint, modules_to_not_convert=["o_prj", "mlp"]))
     assert "modules_to_not_convert: o_prj: no module of the LlamaForCausalLM has such" in unknown
-    assert unknown.endswith("of model.named_modules(); did you mean 'o_proj'?")
+    assert unknown.endswith(
+        "of model.named_modules(); did you mean 'o_proj' or 'v_proj' or 'q_proj'?"
+    )
     text = raised(TypeError, lambda: Fp8DistConfig(modules_to_not_convert="mlp"))  # type: ignore[arg-type]
     assert "takes a list of names, got a string: write ['mlp']" in text
     assert "tensorwize" in raised(ValueError, lambda: Fp8DistConfig("tensorwize"))
