@@ -1,5 +1,7 @@
 """The tables of docs/gpu.md: their times, and that each candidate's step runs without memory."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from fake_cuda.layer import LayerShape
 from fake_cuda.process import FakeCudaProcess
 from fake_cuda.tables import Rates, milliseconds
 
-from scripts.common.recipes import BF16
+from scripts.common.recipes import BF16, OURS
+
+ROOT = Path(__file__).parents[2]
 
 GEMM = Kernel("_scaled_mm", "gemm", 1, 10**9, 10**9, 12 * 10**11, "float8")
 COUNTS = Counts([GEMM, Kernel("add", "tiny", 4, 100, 100)])
@@ -37,6 +41,25 @@ def test_counts_of_kernels(
     for table in capsys.readouterr().out.split("gpu ")[1:]:
         assert f"| {BF16} " in table
         assert "| tensorwise " in table
+
+
+@pytest.mark.full
+def test_estimates_are_those_of_the_page() -> None:
+    page = (ROOT / "docs/gpu.md").read_text()
+    (shown,) = re.findall(r"^\| layer \| kernels .*\n\|.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    lines = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in shown.splitlines()]
+    with FakeCudaProcess() as process:
+        rows = {row.name: row for row in tables.count(process, LayerShape())}
+    times = {
+        name: [milliseconds(counts, Rates()).total() for counts in (row.eager, row.compiled)]
+        for name, row in rows.items()
+    }
+    base = times[BF16][0]
+    for name, *cells in lines:
+        counts, (eager, compiled) = rows[name].eager, times[name]
+        expected = [f"{counts.launches}", f"{counts.bytes_besides_gemms / 1e9:.2f}", f"{eager:.2f}"]
+        assert cells == [*expected, f"{base / eager:.2f}", f"{base / compiled:.2f}"], name
+    assert {name for name, *_ in lines} >= {BF16, *OURS}
 
 
 @pytest.mark.full

@@ -43,11 +43,10 @@ PAGES = {
 SHOWN = ("fsdp2", "fsdp2_tensor_parallel")
 README = (ROOT / "README.md").read_text()
 FSDP2, TENSOR_PARALLEL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-SHARDING = "for module in (*model.layers, model):\n    fully_shard(module)\n"
+MESH, SMALLER = 'init_device_mesh("cuda", (4, 2)', 'init_device_mesh("cpu", (2, 2)'
 
 # The code that the README leaves to the reader.
 YOURS = """
-import os
 import torch
 import torch.nn.functional as F
 from scripts.common.llama import Llama, LlamaConfig
@@ -57,7 +56,6 @@ model = Llama(LlamaConfig(64, 2, 4, 2, 96, vocab_size=64, max_seq_len=32))
 tokens = torch.randint(0, 64, (4, 33))
 batches = [(tokens[:, :-1], tokens[:, 1:])] * 20
 losses = []
-device, ranks = "cpu", int(os.environ["WORLD_SIZE"])
 
 def loss_of(logits, targets):
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -192,9 +190,10 @@ def test_the_readme(launcher: Launcher, tmp_path: Path) -> None:
     # Two blocks are gathered in forward and in backward. One all-reduce updates all scales. The
     # gradients of the blocks and of the rest are summed.
     assert result(FSDP2, 2) == "True [4, 0] 1 {'world': 3}"
-    assert SHARDING in FSDP2
+    assert MESH in TENSOR_PARALLEL
+    loop = FSDP2[FSDP2.index("for inputs, ") :]
     # Per block: weights twice and two inputs in e4m3, two output gradients in e5m2.
-    found = result(FSDP2.replace(SHARDING, TENSOR_PARALLEL), 4)
+    found = result(TENSOR_PARALLEL.replace(MESH, SMALLER) + loop, 4)
     assert re.sub(r"\] \d+ ", "] ", found) == "True [8, 4] {'dp': 3, 'tp': 8}"
 
 

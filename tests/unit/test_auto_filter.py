@@ -133,11 +133,11 @@ def test_conversion_and_report() -> None:
 auto_filter: 3 of 7 weights to float8, recipe tensorwise (thresholds: H100)
 local: tp_size 4, out or in divided, whichever gains less
   layer          out x in      local                 reason
-  layers.0.up    8192 x 4096   8192 x 1024   float8  large enough, from about 13,500 tokens on
-  layers.0.down  4096 x 8192   1024 x 8192   float8  large enough, from about 13,500 tokens on
+  layers.0.up    8192 x 4096   8192 x 1024   float8  large enough, from about 13,300 tokens on
+  layers.0.down  4096 x 8192   1024 x 8192   float8  large enough, from about 13,300 tokens on
   layers.0.tiny  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   layers.1.up    8192 x 4096   8192 x 1024   skip    filter_fqns: '1.up'
-  layers.1.down  4096 x 8192   1024 x 8192   float8  large enough, from about 13,500 tokens on
+  layers.1.down  4096 x 8192   1024 x 8192   float8  large enough, from about 13,300 tokens on
   layers.1.tiny  8 x 4096      2 x 4096      skip    out = 2 is not a multiple of 16
   head           32000 x 4096  32000 x 1024  skip    filter_fqns: 'head'
 filter_fqns: 'lm_head' matched no layer""",

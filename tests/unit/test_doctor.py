@@ -176,9 +176,9 @@ auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that ar
   layers.*.small (2), 64 x 4096: out <= 1024 and in <= 4096
 
 large enough to gain: 4 of 6 float8 layers (93.6% of the parameters)
-the 6 linear layers: at the rates of an H100 they gain from about 10,100 tokens per rank and micro-batch on if compiled, 17,300 in eager code (more under FSDP2)
+the 6 linear layers: at the rates of an H100 they gain from about 9,900 tokens per rank and micro-batch on if compiled, 17,300 in eager code (more under FSDP2)
 
-verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 10,100 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
+verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 9,900 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
 """,
     )
 
