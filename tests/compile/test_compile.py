@@ -178,9 +178,10 @@ def test_blocks_with_inductor(ranks: RankPools) -> None:
         assert steps.rows[0] == steps.rows[1]
 
 
-def by_the_page() -> tuple[int, int]:
-    """Graphs and graph breaks of three steps of blocks, compiled as docs/training.md shows."""
-    (code,) = (block for block in python_blocks("docs/training.md") if ".compile(" in block)
+def by_the_page(*parts: str) -> tuple[int, int]:
+    """Graphs and graph breaks of three steps of blocks, by the code of docs/training.md with parts."""
+    shown = python_blocks("docs/training.md")
+    code = "\n".join(block for block in shown if any(part in block for part in parts))
     world = Distributed(2, 1, shard=False, config=config_named("tensorwise"))
     model, compilations = blocks(world), Compilations()
     with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
@@ -199,7 +200,9 @@ def by_the_page() -> tuple[int, int]:
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_page(ranks: RankPools) -> None:
-    assert ranks(2).run_same(by_the_page, timeout=180) == (1, 0)
+    assert ranks(2).run_same(by_the_page, ".compile(", timeout=180) == (1, 0)
+    parts = "checkpoint_wrapper(", ".compile("
+    assert ranks(2).run_same(by_the_page, *parts, timeout=180) == (1, 0)
 
 
 @pytest.mark.parametrize(

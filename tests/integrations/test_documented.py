@@ -73,6 +73,7 @@ RUN_BY = {
     "docs/training.md": [
         HERE,
         HERE,
+        HERE,
         "tests/compile/test_compile.py",
         "tests/fake_cuda/test_capture.py",
     ],
@@ -160,7 +161,7 @@ def test_fsdp2_and_state(ranks: RankPools, tmp_path: Path) -> None:
 
 def clipped_and_logged() -> tuple[float, list[tuple[int, list[str]]]]:
     """The norm of gradients, and the names that rank 0 logs, by step."""
-    clipping, logging, _, _ = python_blocks("docs/training.md")
+    clipping, _, logging, _, _ = python_blocks("docs/training.md")
     scope, logs, tokens = sharded(), [], torch.arange(2 * 16).view(2, 16)
     run = SimpleNamespace(log=lambda values, step: logs.append((step, sorted(values))))
     scope |= {"wandb": SimpleNamespace(init=lambda: run), "batches": [(tokens, tokens)] * 2}
@@ -183,6 +184,39 @@ def test_training(ranks: RankPools) -> None:
     assert later == [(1, ["grad_norm", "loss"])]
     assert all(re.fullmatch(r"float8/\w+/layers\.0\.[\w.]+/\w+", name) for name in casts[1])
     assert "float8/weight_for_output_grad_input/layers.0.attention.wq/amax" in casts[1]
+
+
+def collectives_and_weights(code: str) -> tuple[str, list[torch.Tensor]]:
+    """The collectives of a step, and the weights after it, if code follows the TP plan."""
+    mesh, tokens = device_mesh(dp=2, tp=2), torch.arange(2 * 16).view(2, 16)
+    model = convert_to_float8_training(net(), module_filter_fn=skip_head(net()))
+    plan = fp8_dist.tensor_parallel.llama_tp_plan(model)
+    fp8_dist.tensor_parallel.apply_tp_plan(model, mesh["tp"], plan)
+    run_shown(code, {"model": model})
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fp8_dist.attach_update(optimizer, model)
+    for _ in range(2):
+        with fp8_dist.debug.comm_audit(mesh) as audit:
+            model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return audit.table(), [parameter.full_tensor() for parameter in model.parameters()]
+
+
+def checkpointed() -> tuple[list[bool], list[bool]]:
+    """Whether collectives, and bits, are those without checkpointing: with the policy; without."""
+    _, selective, *_ = python_blocks("docs/training.md")
+    whole = selective.replace(", context_fn=contexts", "")
+    assert whole != selective
+    plain, *others = (collectives_and_weights(code) for code in ("", selective, whole))
+    bits = [all(map(torch.equal, plain[1], weights)) for _, weights in others]
+    return [table == plain[0] for table, _ in others], bits
+
+
+def test_activation_checkpointing(ranks: RankPools) -> None:
+    assert ranks(4).run_same(checkpointed) == ([True, False], [True, True])
 
 
 def tensor_parallel() -> None:
