@@ -5,10 +5,11 @@
 #   bash scripts/test.sh --all            these too, and those of the plug-in for torchtitan
 #   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/compile -k bias
 #   bash scripts/test.sh --fast ARGS...   only pytest on tests/unit: no process groups, no
-#                                         torch.compile; less than a minute
+#                                         torch.compile; about a minute on two idle cores
 #   bash scripts/test.sh --kernel NAME    only what tests the Triton kernels of an operator, such as
 #                                         cast_blocks: sweep, special values, compilation
 #   bash scripts/test.sh --help           this text
+# The first call also installs the environment, which takes one to four minutes more.
 # Every stage runs, also after a failed one; the exit status is 0 when all of them passed. Arguments
 # that select no test at all are a failure (pytest's status 5), so that a misspelt name is noticed.
 set -u

@@ -160,6 +160,8 @@ class Float8Stats(StepObserver):
     def to_tensorboard(self, writer: Any, *, layers: Patterns | None = None) -> None:
         """Write the rows to a ``torch.utils.tensorboard.SummaryWriter``, and remove them.
 
+        Without rows, as after a step that is not recorded, nothing is written.
+
         The tags are ``float8/OPERAND_for_GEMMS/LAYER/amax`` and so on, with the names of the GEMMs
         that multiply the float8 copy. The tag of a GEMM's SQNR is ``float8/GEMM/LAYER/sqnr``.
 

@@ -1,7 +1,8 @@
 """Report on the float8 support of this machine and of a model: ``python -m fp8_dist.doctor``.
 
 It prints the relevant versions and devices, the layers of a model that would be converted, and
-which of them would become faster, from how many tokens on. The last line is a verdict::
+which of them would become faster, from how many tokens on. The last two lines are verdicts, on the
+machine and on the model::
 
     python -m fp8_dist.doctor
     python -m fp8_dist.doctor --model package.module:function --tp 2 --tokens 8192
@@ -18,7 +19,9 @@ from importlib import import_module
 from fp8_dist.recipe_names import Float8LinearRecipeName
 from fp8_dist.text import progress
 
-NEXT = "Next: --model package.module:function says what a model would gain on an H100."
+NO_MODEL = (
+    "none is given. Next: --model package.module:function says what it would gain on an H100."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser("python -m fp8_dist.doctor", allow_abbrev=False)
     parser.description = "What this machine, and a model, would do in float8."
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model to look at")
+    parser.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="a function without arguments that returns the model: an nn.Module, not converted yet",
+    )
     recipes = [recipe.value for recipe in Float8LinearRecipeName]
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
     parser.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
@@ -38,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model is None and args != parser.parse_args([]):
         parser.error("--recipe, --tp and --tokens describe the use of a model: give --model")
     machine, models = (import_module(f"{__name__}.{name}") for name in ("machine", "models"))
-    lines, gain = [*machine.environment()], NEXT
+    lines, gain = [*machine.environment()], NO_MODEL
     if args.model is not None:
         progress(f"building and converting {args.model}")
         try:
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(f"\nmodel {args.model}, built on {where}")
         *report, gain = models.model_report(model, args.recipe, args.tp, args.tokens)
         lines += report
-    print(*lines, f"\nverdict: {machine.outlook()} {gain}", sep="\n")
+    print(*lines, f"\nthis machine: {machine.outlook()}", f"the model: {gain}", sep="\n")
     return 0
 
 

@@ -71,7 +71,7 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
             model = convert_to_float8_training(model, module_filter_fn=admits, config=config)
     except ValueError as error:
         yield f"refused: {error}"
-        yield "Nothing of the model is converted. Next: change what is refused, or stay in bf16."
+        yield "Nothing of it is converted. Next: change what is refused, or stay in bf16."
         return
     if any(row.kind == "experts" for row in conversion_summary(model).rows):
         try:
@@ -112,7 +112,7 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
     """Say whether a model gains speed, and what to do next, by the sizes of its linear layers."""
     enough = tokens_to_gain(linear)
     if not has_gaining:
-        return "The model's float8 layers are all too small to gain speed: stay in bf16."
+        return "Its float8 layers are all too small to gain speed: stay in bf16."
     if not linear:
         return "Next: compare the times of a few steps with bf16, as experts have no estimate."
     says, step = f"from about {enough:,} tokens per micro-batch on", "add --tokens N with yours"
@@ -120,5 +120,5 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
         says, step = f"with {tokens:,} tokens", "torch.compile each block, and time it beside bf16"
         if tokens < enough:
             step = f"use {enough:,} or more per micro-batch, or CUDA graphs, or stay in bf16"
-            return f"On an H100 the model is slower than in bf16 {says}. Next: {step}."
-    return f"On an H100 the model gains {says}, if compiled (FSDP2 needs more). Next: {step}."
+            return f"On an H100 it is slower than in bf16 {says}. Next: {step}."
+    return f"On an H100 it gains {says}, if compiled (FSDP2 needs more). Next: {step}."

@@ -47,7 +47,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = make_parser("scripts.plan", __doc__)
     add = parser.add_argument
     named = f"MODULE:FUNCTION or one of {', '.join(MODELS)}"
-    text = f"{named}; a function makes a model; default: %(default)s"
+    text = f"{named}; the function takes no arguments and returns a model; default: %(default)s"
     add("--model", default="405b", metavar="MODEL", help=text)
     axes = partial(mesh_type, axes=("dp", "ep", "tp"))
     text = f"up to {MOST_RANKS:,} ranks; default: dp=2048,tp=8, and dp=8 for a function's model"

@@ -151,7 +151,7 @@ def test_switches(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert set(re.findall(r"\bFP8_DIST_[A-Z_]+", env.__doc__ or "")) == set(env.SWITCHES)
     for name in env.set_switches():
         monkeypatch.delenv(name)
-    assert "FP8_DIST_* switches\n  none is set\n\nverdict: " in report(capsys)
+    assert "FP8_DIST_* switches\n  none is set\n\nthis machine: " in report(capsys)
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNMENT", "maybe")
     monkeypatch.setenv("FP8_DIST_STRICT_ALIGNEMENT", "1")
     text = report(capsys)
@@ -178,19 +178,20 @@ auto_filter("tensorwise", tp_size=2) would leave out (a GPU refuses dims that ar
 large enough to gain: 4 of 6 float8 layers (93.6% of the parameters)
 the 6 linear layers: at the rates of an H100 they gain from about 9,900 tokens per rank and micro-batch on if compiled, 17,300 in eager code (more under FSDP2)
 
-verdict: float8 runs on this CPU, but emulated: for tests, not for speed. On an H100 the model gains from about 9,900 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
+this machine: float8 runs on this CPU, but emulated: for tests, not for speed.
+the model: On an H100 it gains from about 9,900 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
 """,
     )
 
 
-def verdict(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The last line of a report."""
-    lines = report(capsys, *arguments).splitlines()
-    assert [i for i, line in enumerate(lines) if line.startswith("verdict: ")] == [len(lines) - 1]
-    return lines[-1].removeprefix("verdict: ")
+def verdicts(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, str]:
+    """The last two lines of a report: on the machine, and on the model."""
+    *_, empty, machine, model = report(capsys, *arguments).splitlines()
+    assert empty == ""
+    return machine.partition(": ")[2], model.partition(": ")[2]
 
 
-ON_A_CPU = "float8 runs on this CPU, but emulated: for tests, not for speed. "
+ON_A_CPU = "float8 runs on this CPU, but emulated: for tests, not for speed."
 
 
 def test_verdicts_on_machines(
@@ -198,17 +199,17 @@ def test_verdicts_on_machines(
     monkeypatch: pytest.MonkeyPatch,
     gpus: list[SimpleNamespace],
 ) -> None:
-    step = " Next: --model package.module:function says what a model would gain on an H100."
+    step = "Next: --model package.module:function says what it would gain on an H100."
 
     def on(*devices: SimpleNamespace) -> str:
         device_has_float8_gemm.cache_clear()
         device_kind.cache_clear()
         gpus[:] = devices
-        text = verdict(capsys)
-        assert text.endswith(step)
-        return text.removesuffix(step)
+        machine, model = verdicts(capsys)
+        assert model == f"none is given. {step}"
+        return machine
 
-    assert on() == ON_A_CPU.strip()
+    assert on() == ON_A_CPU
     assert on(A100) == "float8 is only emulated on this GPU, slower than bf16: train in bf16 here."
     assert on(A100, H100) == "float8 runs natively on 1 of 2 GPUs."
     assert on(H100) == "float8 runs natively on 1 of 1 GPUs."
@@ -223,9 +224,9 @@ def test_verdicts_on_machines(
 
 def test_verdicts_on_models(capsys: pytest.CaptureFixture[str]) -> None:
     def of(function: str, *arguments: str) -> str:
-        text = verdict(capsys, "--model", f"{__name__}:{function}", *arguments)
-        assert text.startswith(ON_A_CPU)
-        return text.removeprefix(ON_A_CPU)
+        machine, model = verdicts(capsys, "--model", f"{__name__}:{function}", *arguments)
+        assert machine == ON_A_CPU
+        return model
 
     assert_expected_inline(
         "\n".join(
@@ -237,21 +238,29 @@ def test_verdicts_on_models(capsys: pytest.CaptureFixture[str]) -> None:
             ]
         ),
         """\
-Nothing of the model is converted. Next: change what is refused, or stay in bf16.
-The model's float8 layers are all too small to gain speed: stay in bf16.
-On an H100 the model gains from about 5,000 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
-On an H100 the model is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
-On an H100 the model gains with 5,000 tokens, if compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16.""",
+Nothing of it is converted. Next: change what is refused, or stay in bf16.
+Its float8 layers are all too small to gain speed: stay in bf16.
+On an H100 it gains from about 5,000 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
+On an H100 it is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
+On an H100 it gains with 5,000 tokens, if compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16.""",
     )
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_verdict_is_on_the_machine_and_the_model(capsys: pytest.CaptureFixture[str]) -> None:
-    text = verdict(capsys, "--model", f"{__name__}:model", "--tokens", "16384")
-    assert text == (
-        "float8 runs natively on 1 of 2 GPUs. On an H100 the model gains with 16,384 tokens, if "
-        "compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16."
+def test_verdicts_on_a_machine_and_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    found = verdicts(capsys, "--model", f"{__name__}:model", "--tokens", "16384")
+    assert found == (
+        "float8 runs natively on 1 of 2 GPUs.",
+        "On an H100 it gains with 16,384 tokens, if compiled (FSDP2 needs more). "
+        "Next: torch.compile each block, and time it beside bf16.",
     )
+
+
+def test_the_help_says_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        doctor.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a function without arguments that returns the model: an nn.Module, not conv" in said
 
 
 def test_a_model_that_cannot_be_on_the_meta_device(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -471,6 +472,19 @@ def test_jsonl(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines] == kinds
     assert lines[0]["amax"] == lines[0]["sqnr"] == "NaN"
     assert (lines[0]["nonfinite"], lines[0]["gemms"]) == (100.0, ["output", "grad_weight"])
+
+
+def test_a_call_in_each_step_writes_the_recorded_steps() -> None:
+    model, scalars = net(), list[int]()
+    writer: Any = SimpleNamespace(add_scalar=lambda tag, value, step: scalars.append(step))
+    run: Any = SimpleNamespace(log=lambda values, step: logged.append(step))
+    logged, stats, other = list[int](), float8_stats(model, every=2), float8_stats(model, every=2)
+    for _ in range(3):
+        with stats, other:
+            train(model)
+        stats.to_tensorboard(writer)
+        other.to_wandb(run)
+    assert [*dict.fromkeys(scalars)] == logged == [0, 2]
 
 
 def test_tensorboard(tmp_path: Path) -> None:
