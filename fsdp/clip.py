@@ -1,12 +1,12 @@
 """Gradient clipping for models whose parameters live on several meshes."""
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import chain
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fp8_dist import mesh
@@ -28,8 +28,8 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Clip gradients like ``torch.nn.utils.clip_grad_norm_``, for parameters on several meshes.
 
-    torch's function refuses gradients on different meshes, such as FSDP2 x TP and FSDP2 alone. This
-    one computes torch's norm for each mesh, and then the norm of these norms.
+    torch's function refuses gradients on different meshes, such as FSDP2 x TP and FSDP2 alone. Over
+    several axes it also makes an all-reduce for each, and warns of that on every rank.
 
     Args:
         parameters: the parameters whose ``grad`` is scaled in place. A ``grad`` is a plain tensor
@@ -45,13 +45,14 @@ def clip_grad_norm_(
         The norm of all gradients before clipping, a plain 0-dim tensor, the same on all ranks of
         the meshes.
 
-    Collectives: those of torch's norm for each mesh: an all-reduce of one number per axis on
-    which a gradient is sharded. With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8
-    bytes per fold (2 up to 2 ** 25 elements, 3 up to 2 ** 31) for each set of axes on which
-    gradients are sharded. Before that, Partial gradients are all-reduced.
+    Collectives: for each set of axes on which gradients are sharded, an all-reduce of one number.
+    With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8 bytes per fold (2 up to 2 ** 25
+    elements, 3 up to 2 ** 31) instead. Where no process group has all ranks of a set of axes, each
+    of these is one all-reduce per axis. Before that, Partial gradients are all-reduced.
 
     Raises:
-        ValueError: ``exact`` with a ``norm_type`` other than 2, or with gradients in fp64.
+        ValueError: a ``norm_type`` that is not positive; ``exact`` with one other than 2, or with
+            gradients in fp64.
         RuntimeError: see ``error_if_nonfinite``.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -59,6 +60,9 @@ def clip_grad_norm_(
     for parameter in parameters:
         if (grad := parameter.grad) is not None:
             by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(parameter)
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     if exact and norm_type != 2.0:
         raise ValueError(f"clip_grad_norm_: exact=True is for norm_type=2, not {norm_type}")
     gradients = [[p.grad for p in members if p.grad is not None] for members in by_mesh.values()]
@@ -66,12 +70,45 @@ def clip_grad_norm_(
         # The inf-norm of a single norm is that norm. Its 2-norm could be rounded.
         norms, norm_type = [exact_norm([*chain(*gradients)]).float()], torch.inf
     else:
-        norms = [get_total_norm(some, norm_type, False, foreach) for some in gradients]
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        shards = _shards_by_groups(chain(*gradients)).items()
+        norms = [_norm_over(groups, some, norm_type, foreach) for groups, some in shards]
     total = get_total_norm(norms, norm_type, error_if_nonfinite, foreach)
     for members in by_mesh.values():
         clip_grads_with_norm_(members, max_norm, total, foreach)
     return total
+
+
+def _shards_by_groups(
+    gradients: Iterable[torch.Tensor],
+) -> dict[mesh.GroupNames, list[torch.Tensor]]:
+    """This rank's shards of gradients, by the groups over which their squares are summed."""
+    shards: dict[mesh.GroupNames, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        gradient = mesh.reduced(gradient)
+        layout = mesh.Layout.of(gradient)
+        # Gradients are summed over the axes that shard them, so that replicas count once.
+        groups = () if layout is None else mesh.groups_over(layout.mesh, layout.sharded_axes())
+        shards.setdefault(groups, []).append(mesh.local_tensor(gradient).flatten())
+    return shards
+
+
+def _norm_over(
+    groups: mesh.GroupNames, shards: Sequence[torch.Tensor], norm_type: float, foreach: bool | None
+) -> torch.Tensor:
+    """The p-norm of gradients of which each rank of the groups has a shard."""
+    if not groups:
+        return get_total_norm(shards, norm_type, False, foreach)
+    # A shard without elements has no largest one, and a rank may have no other shards.
+    norm = get_total_norm([*filter(torch.numel, shards)], norm_type, False, foreach)
+    # The same dtype on all ranks, also without shards.
+    dtype = torch.promote_types(shards[0].dtype, torch.float32)
+    norm = norm.to(shards[0].device, dtype)
+    if math.isinf(norm_type):
+        return mesh.all_reduce_max(norm.float(), groups)
+    power = norm**norm_type
+    for name in groups:
+        power = funcol.wait_tensor(funcol.all_reduce(power, "sum", name))
+    return power ** (1 / norm_type)
 
 
 def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -83,15 +120,9 @@ def exact_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     fp32. So the order and the grouping of the sums do not matter. (Demmel and Nguyen, "Parallel
     Reproducible Summation", 2015.)
     """
-    # Gradients are summed over the axes that shard them, so that replicas count once.
-    shards: dict[mesh.GroupNames, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        if gradient.dtype is torch.float64:
-            raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
-        gradient = mesh.reduced(gradient)
-        layout = mesh.Layout.of(gradient)
-        groups = () if layout is None else mesh.groups_over(layout.mesh, layout.sharded_axes())
-        shards.setdefault(groups, []).append(mesh.local_tensor(gradient).flatten())
+    if any(gradient.dtype is torch.float64 for gradient in gradients):
+        raise ValueError("clip_grad_norm_: exact=True is for gradients in fp32, bf16 or fp16")
+    shards = _shards_by_groups(gradients)
     device = next(iter(shards.values()))[0].device
     amaxes = []
     for groups, pieces in shards.items():

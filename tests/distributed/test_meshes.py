@@ -1,5 +1,7 @@
 """Ways to distribute a model beyond FSDP2 x TP: what works, what is refused, and how."""
 
+import io
+import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -258,6 +260,39 @@ def test_gradient_clipping(tp: int, alone: bool, norm_type: float) -> None:
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     assert min(sqnr(b.grad, full(a.grad)) for a, b in pairs) > 100
+
+
+@on_ranks(4, returns=(["all_reduce world 1", "all_reduce dp 1"], ""))
+def test_the_norm_over_two_axes_is_one_all_reduce() -> tuple[list[str], str]:
+    """A number for weights and one for norm layers, which dp alone divides; torch says nothing.
+
+    torch reduces one per parameter and axis, and warns of that on each rank.
+    """
+    world, heard = Distributed(2, 2), io.StringIO()
+    world.net(world.mine(torch.randn(2, 8, 64))).sum().backward()
+    handler = logging.StreamHandler(heard)
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addHandler(handler)
+    with comm_audit(world.mesh) as audit:
+        clip_grad_norm_(world.net.parameters(), 1.0)
+    logger.removeHandler(handler)
+    return [f"{row.op} {row.axis} {row.elements}" for row in audit.rows], heard.getvalue()
+
+
+@on_ranks(2)
+def test_norms_of_shards_without_elements() -> None:
+    """Norms of every type are torch's of the whole, in fp32 also where gradients are in bf16."""
+    mesh = device_mesh(tp=2)
+    for whole in (torch.randn(1, 5), torch.randn(3, 5).bfloat16(), torch.tensor([[math.nan]])):
+        sharded = nn.Parameter(distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)]))
+        for norm_type in (1.0, 2.0, 3.5, math.inf):
+            sharded.grad = distribute_tensor(whole, mesh, [Shard(0)])
+            found = clip_grad_norm_([sharded], 1.0, norm_type)
+            expected = nn.utils.get_total_norm([whole.float()], norm_type)
+            rtol = 2**-8 if whole.dtype is torch.bfloat16 else 1e-6
+            torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+    refused = raised(ValueError, lambda: clip_grad_norm_([sharded], 1.0, 0))
+    assert refused == "clip_grad_norm_: norm_type must be positive, got 0.0"
 
 
 @on_ranks(2, returns=[True] * 3)
