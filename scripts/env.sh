@@ -70,10 +70,40 @@ ensure_env() {
     fi
 }
 
+# pip_install ARGUMENTS: installs the exact versions of constraints.txt. What pip prints is shown if
+# it fails. Nothing is compiled: Python does that with the few modules that it imports.
 pip_install() {
     constraints > "$FP8_DIST_VENV/constraints.txt"
-    "$PY" -P -m pip install --quiet --disable-pip-version-check \
-        -c "$FP8_DIST_VENV/constraints.txt" "$@"
+    local log="$FP8_DIST_VENV/pip.log"
+    "$PY" -P -m pip install --no-compile --progress-bar off --disable-pip-version-check \
+        -c "$FP8_DIST_VENV/constraints.txt" "$@" 2>&1 | tee "$log" | last_line 20
+    if [ "${PIPESTATUS[0]}" -ne 0 ]; then
+        cat "$log" >&2
+        return 1
+    fi
+}
+
+# last_line SECONDS: shows the last line that it has read, and for how long it has read: on a
+# terminal always, as one line that changes, and otherwise every so many seconds.
+last_line() {
+    local line last="" begin=$SECONDS shown=$SECONDS every="$1" before="   " after="\n" status
+    if [ -t 1 ]; then
+        every=1 before="\r\033[K   " after=""
+    fi
+    while true; do
+        status=0
+        IFS= read -r -t "$every" line || status=$?
+        if [ "$status" -eq 0 ]; then
+            last="$line"
+        elif [ "$status" -le 128 ]; then
+            break  # the end of the input; above 128 the time was over
+        fi
+        if [ $((SECONDS - shown)) -ge "$every" ]; then
+            printf "$before%s s: %.66s$after" $((SECONDS - begin)) "${last#"${last%%[! ]*}"}"
+            shown=$SECONDS
+        fi
+    done
+    [ ! -t 1 ] || printf '\r\033[K'
 }
 
 # create_env: makes the environment, also in place of one that has no working pip: its creation was

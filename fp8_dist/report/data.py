@@ -71,13 +71,20 @@ class Run:
         return bad[-1]["step"] if bad else None
 
 
+def names_of(folders: list[Path]) -> list[str]:
+    """Return the names of runs: those of their folders, or, of folders named alike, the paths."""
+    names = [folder.resolve().name for folder in folders]
+    return [
+        str(folder) if names.count(name) > 1 else name
+        for folder, name in zip(folders, names, strict=True)
+    ]
+
+
 def read_runs(folders: list[Path]) -> list[Run]:
-    """Read several runs. If folders have the same name, their runs are named by the paths."""
+    """Read several runs, and name them with :func:`names_of`."""
     runs = [read_run(folder) for folder in folders]
-    names = [run.name for run in runs]
-    for run, folder in zip(runs, folders, strict=True):
-        if names.count(run.name) > 1:
-            run.name = str(folder)
+    for run, name in zip(runs, names_of(folders), strict=True):
+        run.name = name
     return runs
 
 

@@ -13,12 +13,13 @@ import matplotlib as mpl
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, ListedColormap
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogFormatter, MaxNLocator
 
 from fp8_dist.debug import AnomalyLimits
 from fp8_dist.debug.rows import RECENT
+from fp8_dist.report import units
 from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences
 from fp8_dist.report.writer import LIMITS
 from fp8_dist.text import progress
@@ -32,6 +33,7 @@ BAD = "#d1247f"
 MAX_TICKS = 12
 MAX_BAR = 18  # the number of rows of a map as tall as the largest bar of colours
 LOUD = 0.75  # a part of the limit; jumps in healthy training of a small Llama reached 0.74
+QUIET = 0.02  # a part of the limit, of which colours show nothing
 # The page inverts lightness in dark mode, so both ends differ from white and from black.
 COLORS = LinearSegmentedColormap.from_list(
     "quiet to loud", [(0, "#9cc3dc"), (0.5, "#cdbb7c"), (LOUD, "#eda94a"), (1, "#7d2508")]
@@ -43,7 +45,13 @@ HEATS = {
     "saturation": "saturation: % of elements that were clamped to the largest",
     "sqnr": "SQNR: signal to quantization noise, dB",
 }
+Captioned = tuple[str, str]  # the text above a picture, and the picture
+CHART = (3.6, 2.2)  # inches: four charts beside each other on a page of 1,280 pixels
+MAP_WIDTH = 7.2  # two maps, also on one of 1,920
 _STYLE = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
     "svg.fonttype": "none",
     "text.parse_math": False,  # show names literally, even with "$"
     "axes.facecolor": "none",
@@ -51,11 +59,19 @@ _STYLE = {
 }
 
 
-def charts(runs: Sequence[Run]) -> list[str]:
-    """Draw the loss minus that of the first run, if runs can be compared, and each metric."""
+def charts(runs: Sequence[Run]) -> list[Captioned]:
+    """Draw the loss minus that of the first run, if runs can be compared, and each metric.
+
+    Charts have no legends, which would cover curves: :func:`color` has the colors of runs.
+    """
     names = dict.fromkeys(name for run in runs for name in run.metric_names)
     with mpl.rc_context(_STYLE):
         return [*_difference_chart(runs), *[_line_chart(runs, name) for name in names]]
+
+
+def color(index: int) -> str:
+    """Return the color of a run's curves, by its place among the runs."""
+    return to_hex(f"C{index}")
 
 
 def layer_chart(run: Run, fqn: str) -> str:
@@ -67,7 +83,9 @@ def layer_chart(run: Run, fqn: str) -> str:
         left, right = figure.subplots(1, 2)
         for axes, measure, title in ((left, "amax", "amax"), (right, "sqnr", "SQNR, dB")):
             for label in dict.fromkeys(row["label"] for row in rows):
-                _plot(axes, [row for row in rows if row["label"] == label], measure, label)
+                own = [row for row in rows if row["label"] == label]
+                _plot(axes, [(row["step"], row[measure]) for row in own], label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             _mark(axes, [row for row in run.anomalies if row["fqn"] == fqn])
             axes.set(title=title, xlabel="step")
         if left.dataLim.minposy < math.inf:
@@ -75,7 +93,7 @@ def layer_chart(run: Run, fqn: str) -> str:
             left.yaxis.set_major_formatter(LogFormatter())  # the default writes TeX
             left.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
         if rows:
-            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", fontsize=10)
+            figure.legend(*left.get_legend_handles_labels(), loc="outside lower left")
         return _picture(figure)
 
 
@@ -94,21 +112,21 @@ def worst_layers(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
     return sorted(found.values(), key=itemgetter(0, 1), reverse=True)
 
 
-def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[str], bool]]:
+def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[Captioned], bool]]:
     """Yield each kind of cast, its heat maps, and whether a cell of them is nearly anomalous.
 
-    There is a map for each measure and run, except for those without a value above zero. All maps
-    of SQNRs are drawn.
+    There is a map for each measure and run, except for those whose cells are all quiet. All maps of
+    SQNRs are drawn.
     """
     for label, maps in groupby(_grids(runs), itemgetter(0)):
         progress(f"drawing all layers: {label}")
-        pictures, is_loud = list[str](), False
+        pictures, is_loud = list[Captioned](), False
         for _, run, measure, (layers, steps, _, bad), part, ends in maps:
             largest = np.fmax.reduce(part, axis=None, initial=0.0)
             is_loud |= bool(largest >= LOUD or bad.any())
-            if largest > 0 or measure == "sqnr":
-                named = f"{run.name}: {HEATS[measure]}" if len(runs) > 1 else HEATS[measure]
-                pictures.append(_heat_map(layers, steps, part, bad, named, ends))
+            if largest > QUIET or measure == "sqnr":
+                caption = f"{run.name}: {HEATS[measure]}" if len(runs) > 1 else HEATS[measure]
+                pictures.append((caption, _heat_map(layers, steps, part, bad, ends)))
         yield label, pictures, is_loud
 
 
@@ -134,50 +152,56 @@ def colored(measure: str, limits: AnomalyLimits) -> Ends:
     return (limit + 15, limit) if measure == "sqnr" else (0.0, limit or 1e-9)
 
 
-def _difference_chart(runs: Sequence[Run]) -> list[str]:
+def _difference_chart(runs: Sequence[Run]) -> list[Captioned]:
     """Draw the loss minus the first run's, and running medians; nothing without common steps."""
-    figure = Figure(figsize=(4.7, 2.6), layout="constrained")
-    axes = figure.subplots()
-    axes.axhline(0, color="C0", linewidth=1.2, label=runs[0].name)
+    figure, axes = _chart()
+    axes.axhline(0, color=color(0), linewidth=1.2)
     for i, run in enumerate(runs[1:], 1):
         by_step = differences(run, runs[0])
         steps, values = list(by_step), np.array([*by_step.values()])
         middle = [np.median(values[max(0, j - LAST_STEPS) : j]) for j in range(1, len(values) + 1)]
-        axes.plot(steps, values, color=f"C{i}", linewidth=0.7, alpha=0.7)
-        axes.plot(steps, middle, color=f"C{i}", linewidth=1.6, label=run.name)
+        axes.plot(steps, values, color=color(i), linewidth=0.7, alpha=0.7)
+        axes.plot(steps, middle, color=color(i), linewidth=1.6)
     if not any(np.size(line.get_xdata()) for line in axes.lines[1:]):
         return []
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    title = f"loss minus {runs[0].name}'s; bold: median of the last {LAST_STEPS}"
-    axes.set(title=title, xlabel="step")
-    axes.legend(fontsize=8)
-    return [_picture(figure)]
+    baseline = runs[0].name
+    caption = f"loss minus {baseline}'s (bold: median of the last {LAST_STEPS} steps)"
+    return [(caption, _picture(figure))]
 
 
-def _line_chart(runs: Sequence[Run], metric: str) -> str:
+def _line_chart(runs: Sequence[Run], metric: str) -> Captioned:
     """Draw a metric over steps, with a gap where it is not finite."""
-    figure = Figure(figsize=(4.7, 2.6), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = _chart()
+    shown = units.shown(metric, runs)
     for i, run in enumerate(runs):
-        if rows := [row for row in run.metrics if metric in row]:
-            _plot(axes, rows, metric, run.name, f"C{i}")
+        points = [(row["step"], row[metric] / shown.divisor) for row in run.metrics if metric in row]
+        if points:
+            _plot(axes, points, run.name, color(i))
             _mark(axes, run.anomalies)
-    unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
-    axes.set(title=f"{metric}, {unit}" if unit else metric, xlabel="step")
-    if len(runs) > 1:
-        axes.legend(fontsize=8)
-    return _picture(figure)
+    return shown.label, _picture(figure)
+
+
+def _chart() -> tuple[Figure, Axes]:
+    """Return an empty chart over steps."""
+    figure = Figure(figsize=CHART, layout="constrained")
+    axes = figure.subplots()
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: units.tick(x)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda x, _: units.tick(x)))
+    axes.grid(axis="y", color=EMPTY, alpha=0.3, linewidth=0.6)
+    axes.margins(x=0.02)
+    axes.set_xlabel("step")
+    return figure, axes
 
 
 def _plot(
-    axes: Axes, rows: Sequence[JsonRow], name: str, label: str, color: str | None = None
+    axes: Axes, points: Sequence[tuple[int, float]], label: str, color: str | None = None
 ) -> None:
-    values = [row[name] if math.isfinite(row[name]) else math.nan for row in rows]
-    marker = "." if len(rows) <= 30 else ""
-    steps = [row["step"] for row in rows]
+    steps = [step for step, _ in points]
+    values = [value if math.isfinite(value) else math.nan for _, value in points]
+    marker = "." if len(points) <= 30 else ""
     axes.plot(steps, values, marker=marker, label=label, color=color, linewidth=1.2)
     axes.update_datalim([(steps[0], 0), (steps[-1], 0)], updatey=False)  # also if they are NaN
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
@@ -213,14 +237,12 @@ def grid(rows: Sequence[JsonRow], measure: str) -> Grid:
 
 
 @mpl.rc_context(_STYLE)
-def _heat_map(
-    layers: list[str], steps: list[int], part: Array, bad: Mask, title: str, ends: Ends
-) -> str:
+def _heat_map(layers: list[str], steps: list[int], part: Array, bad: Mask, ends: Ends) -> str:
     """Draw a map of layers x steps, and mark the cells that are not finite.
 
     ``part`` has the values, scaled so that the first of ``ends`` is 0 and the second is 1.
     """
-    figure = Figure(figsize=(13, 1.4 + 0.2 * len(layers)), layout="constrained")
+    figure = Figure(figsize=(MAP_WIDTH, 0.8 + 0.18 * len(layers)), layout="constrained")
     axes = figure.subplots()
     axes.patch.set(hatch="//", edgecolor=EMPTY, linewidth=0)
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
@@ -231,17 +253,13 @@ def _heat_map(
     bar = figure.colorbar(
         image, aspect=12, pad=0.01, ticks=[0, 0.5, 1], shrink=shrink, anchor=(0, 1)
     )
-    bar.formatter = FuncFormatter(lambda x, _: _number(ends[0] + x * (ends[1] - ends[0])))
+    bar.formatter = FuncFormatter(lambda x, _: units.figure(ends[0] + x * (ends[1] - ends[0])))
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
-    axes.set_yticks(range(len(layers)), layers, fontsize=10)
-    axes.set(title=title, xlabel="step")
+    axes.set_yticks(range(len(layers)), layers)
+    axes.set_xlabel("step")
     return _picture(figure)
-
-
-def _number(x: float) -> str:
-    return f"{x:,.0f}" if 100 <= abs(x) < 1e6 else f"{x:.3g}"
 
 
 def _picture(figure: Figure) -> str:

@@ -9,8 +9,10 @@ from typing import Any
 
 from jinja2 import StrictUndefined, Template
 
+from fp8_dist.debug import CommRow
+from fp8_dist.report import units
 from fp8_dist.report.data import LAST_STEPS, JsonRow, Run, differences, read_runs
-from fp8_dist.report.figures import charts, heat_maps, layer_chart, worst_layers
+from fp8_dist.report.figures import charts, color, heat_maps, layer_chart, worst_layers
 from fp8_dist.report.headline import Headline, headline
 from fp8_dist.report.writer import FIRST, LIMITS, STARTED
 from fp8_dist.text import progress
@@ -49,6 +51,7 @@ def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
         text, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     progress(f"drawing {len(runs)} runs" if len(runs) > 1 else f"drawing {runs[0].name}")
+    pictures = charts(runs)
     return template.render(
         runs=runs,
         verdicts=[
@@ -65,30 +68,32 @@ def render(pairs: Sequence[tuple[Run, Headline | None]]) -> str:
             for i, (run, first) in enumerate(pairs)
             for fqn, anchor in anchors(i, run, first).items()
         ],
-        charts=charts(runs),
+        charts=pictures,
+        columns=columns(len(pictures)),
+        colors=[(run.name, color(i)) for i, run in enumerate(runs)],
         heat_maps=list(heat_maps(runs)),
         last_steps=LAST_STEPS,
-        collectives=[(r, r.comm.without_modules().rows) for r in runs if r.comm is not None],
+        collectives=collectives(runs),
         config=config(runs),
     )
 
 
 def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of numbers, one row for each run."""
-    units = {k: unit for run in runs for k, unit in run.config.get("units", {}).items()}
-    names = list(dict.fromkeys(name for run in runs for name in run.metric_names))
-    header = ["run", "logged steps", *(f"{n}, {units[n]}" if n in units else n for n in names)]
+    names = dict.fromkeys(name for run in runs for name in run.metric_names)
+    metrics = {name: units.shown(name, runs) for name in names}
+    header = ["run", "logged steps", *(shown.label for shown in metrics.values())]
     rows = []
     for run in runs:
-        cells = [run.name, _logged(run), *[shown_metric(run, name) for name in names]]
+        cells = [run.name, _logged(run)]
+        cells += [shown_metric(run, name, shown.divisor) for name, shown in metrics.items()]
         layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
-        size = sum(row.bytes for row in comm)
-        in_bf16 = sum(row.bf16_bytes for row in comm)
-        cells.append(f"{size / 1e6:,.1f} MB; {in_bf16 / 1e6:,.1f} in bf16" if size else "")
+        for count in (sum(row.bytes for row in comm), sum(row.bf16_bytes for row in comm)):
+            cells.append(units.size(count) if comm else "")
         rows.append(cells)
-    header += ["float8 layers", "anomalies", "collectives of a step"]
+    header += ["float8 layers", "anomalies", "a step sends", "in bf16 it would send"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
     return [header[i] for i in shown], [[row[i] for i in shown] for row in rows]
 
@@ -103,21 +108,52 @@ def _logged(run: Run) -> str:
     return f"{count:,}, up to step {run.metrics[-1]['step']:,} of {plain(total)}"
 
 
-def shown_metric(run: Run, name: str) -> str:
+def shown_metric(run: Run, name: str, divisor: float) -> str:
     """Format a metric: its median over the last steps, or the step since which it is not finite."""
     last = [row[name] for row in run.metrics if name in row][-LAST_STEPS:]
     if (since := run.not_finite_since(name)) is not None:
         return f"{'NaN' if math.isnan(last[-1]) else 'infinite'} since step {since}"
     values = [value for value in last if math.isfinite(value)]
-    if not values:
-        return ""
-    middle = median(values)
-    return f"{middle:,.0f}" if abs(middle) >= 1e4 else f"{middle:.5g}"
+    return units.figure(median(values) / divisor) if values else ""
 
 
 def plain(value: Any) -> str:
     """Format a value of config.json for display."""
     return f"{value:,}" if type(value) is int else str(value)
+
+
+def collectives(runs: Sequence[Run]) -> tuple[list[str], list[tuple[list[str], list[str]]]] | None:
+    """Return a table of the collectives of one step, side by side; None if no run has them.
+
+    Returns:
+        The names of the runs that have them; and for each kind its collective, its axis and its
+        dtype, and for each of these runs a count, a size and the size in bf16.
+    """
+    tables = {run.name: run.comm.without_modules() for run in runs if run.comm is not None}
+    if not tables:
+        return None
+    by_kind: dict[tuple[Any, ...], dict[str, CommRow]] = {}
+    for name, table in tables.items():
+        for row in table.rows:
+            kind = row.op, row.axis, row.dtype, row.in_mixed_gather
+            by_kind.setdefault(kind, {})[name] = row
+    rows = []
+    for (op, axis, dtype, _), by_run in by_kind.items():
+        cells = [cell for name in tables for cell in _collective(by_run.get(name))]
+        rows.append(([op, axis, str(dtype).removeprefix("torch.")], cells))
+    return [*tables], rows
+
+
+def _collective(row: CommRow | None) -> list[str]:
+    if row is None:
+        return [""] * 3
+    count = "+" if row.in_mixed_gather else f"{row.count:,}"
+    return [count, units.size(row.bytes), units.size(row.bf16_bytes)]
+
+
+def columns(charts: int) -> int:
+    """Return how many charts a line has, so that the last line has the fewest gaps."""
+    return min((4, 3), key=lambda count: -charts % count) if charts > 2 else 2
 
 
 def config(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -143,6 +179,8 @@ def verdict(run: Run, baseline: Run) -> Iterator[str]:
     elif run.stats:
         steps = len({row["step"] for row in run.stats})
         yield f"No anomalies in the casts of {steps:,} recorded steps."
+    elif run.config.get("float8_layers") == []:
+        yield "It has no float8 layers."
     else:
         yield "No casts were recorded."
 

@@ -3,8 +3,10 @@
 python -m scripts.train.compare runs/bf16 runs/tensorwise --assert
 """
 
+import io
 import json
 import sys
+from contextlib import redirect_stderr
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -18,8 +20,8 @@ MAX_DIFFERENCE = 0.01
 MAX_FRACTION_OF_FIRST = 0.7
 
 
-def read_run(folder: Path) -> dict[str, Any]:
-    """Read a run of scripts.train.train: losses, speed, bytes of the collectives of one step.
+def read_run(folder: Path, name: str) -> dict[str, Any]:
+    """Read a run of scripts.train.train: losses, and bytes of the collectives of one step.
 
     Raises:
         SystemExit: a file is missing or truncated, or steps are missing.
@@ -33,14 +35,9 @@ def read_run(folder: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError) as error:
         sys.exit(f"{folder} is not a finished run of scripts.train.train: {error}")
     candidates = import_module("scripts.common.candidates")
-    # The very last step is left out, because the audit slowed it down.
-    speeds = [step["tokens_per_second"] for step in steps[:-1][-LAST_STEPS:] or steps]
-    wire = dict.fromkeys(config.get(f"{kind}_transport") for kind in ("gradient", "reduce"))
-    sums = "|".join(filter(None, wire))
     return {
-        "name": config["recipe"] + (f", sums in {sums}" if sums else ""),
+        "name": name,
         "losses": [float(step["loss"]) for step in steps],
-        "tokens_per_second": fmean(speeds),
         "bytes": sum(row["bytes"] for row in rows),
         "float8_bytes": sum(row["float8_bytes"] for row in rows),
         "all_gather_bytes": sum(row["bytes"] for row in rows if row["op"] == "all_gather"),
@@ -76,36 +73,35 @@ def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
 def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     """The comparison and its verdicts as text."""
     of = f"of {baseline['name']}'s"
-    head = ["bytes of a step", "gathers", of, "all collectives", of, "first loss"]
-    head += [f"mean of last {LAST_STEPS}", f"above {baseline['name']}'s", "tokens/s"]
+    head = ["a step of a rank", "gathers, MB", of, "all collectives, MB", of]
+    head += [f"loss, last {LAST_STEPS} steps", f"above {baseline['name']}'s"]
     rows = [
         [
             compared["name"],
             *share(compared["all_gather_bytes"], baseline["all_gather_bytes"]),
             *share(compared["bytes"], baseline["bytes"]),
-            f"{compared['losses'][0]:.4f}",
             f"{last_loss(compared):.4f}",
-            f"{loss_difference(baseline, compared):+.2%}",
-            f"{compared['tokens_per_second']:,.0f}",
+            f"{loss_difference(baseline, compared):+.2%}" if compared is not baseline else "",
         ]
         for compared in (baseline, *runs)
     ]
-    return "\n".join([table(head, rows, "lr"), *(verdict(baseline, run) for run in runs)])
+    return f"{table(head, rows, 'lr')}\n\n{verdict(baseline, runs)}"
 
 
 def share(size: int, whole: int) -> tuple[str, str]:
-    """Bytes, and their ratio to those of the baseline, which are 0 on a single rank."""
-    return f"{size:,}", f"{size / whole:.3f}" if whole else ""
+    """Megabytes, and their ratio to those of the baseline, which are 0 on a single rank."""
+    return f"{size / 1e6:.2f}", f"{size / whole:.2f}" if whole else ""
 
 
-def verdict(baseline: dict[str, Any], run: dict[str, Any]) -> str:
-    """The verdict on one run as text."""
-    if wrong := "; ".join(problems(baseline, run)):
-        return f"{run['name']}: NOT AS EXPECTED: {wrong}"
-    return (
-        f"{run['name']}: loss within {MAX_DIFFERENCE:.0%} of {baseline['name']}'s, and both below "
-        f"{MAX_FRACTION_OF_FIRST:.0%} of their first"
+def verdict(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    """A line for each run that is not as expected, or one line if all are."""
+    found = {run["name"]: "; ".join(problems(baseline, run)) for run in runs}
+    lines = [f"{name}: NOT AS EXPECTED: {wrong}" for name, wrong in found.items() if wrong]
+    as_expected = (
+        f"As expected: losses are within {MAX_DIFFERENCE:.0%} of {baseline['name']}'s, and below "
+        f"{MAX_FRACTION_OF_FIRST:.0%} of the first ones."
     )
+    return "\n".join(lines or [as_expected])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -119,14 +115,14 @@ def main(argv: list[str] | None = None) -> int:
         "--assert", dest="strict", action="store_true", help="fail when a verdict is bad"
     )
     args = parser.parse_args(argv)
-    baseline, *runs = every = [read_run(folder) for folder in (args.baseline, *args.runs)]
-    if len({run["name"] for run in every}) < len(every):
-        parser.error(f"runs are alike: {', '.join(run['name'] for run in every)}")
+    folders = [args.baseline, *args.runs]
+    names = import_module("fp8_dist.report.data").names_of(folders)
+    baseline, *runs = map(read_run, folders, names)
     args.out.mkdir(parents=True, exist_ok=True)
-    print(report(baseline, runs))
     page = import_module("fp8_dist.report.page")
-    headlines, _ = page.write(args.out / "report.html", [args.baseline, *args.runs])
-    print(*headlines, sep="\n", end="\n" if headlines else "")
+    with redirect_stderr(io.StringIO()):  # it says what it draws, for pages that take minutes
+        headlines, _ = page.write(args.out / "report.html", folders)
+    print(report(baseline, runs), *headlines, sep="\n")
     print(f"written: {args.out / 'report.html'}")
     return 1 if args.strict and any(problems(baseline, run) for run in runs) else 0
 

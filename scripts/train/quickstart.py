@@ -28,10 +28,13 @@ DEFAULTS = {
     "batch_size": 8,
     "seq_len": 96,
     "steps": 120,
+    "stats_every": 10,
     "out": ROOT / "runs/quickstart",
 }
 
-NO_TRANSPORTS = {"gradient_transport": None, "reduce_transport": None}
+# The baseline casts and sends nothing in float8.
+IN_BF16: dict[str, Any] = {"recipe": BF16, "stats_every": None, "record": None}
+IN_BF16 |= {"gradient_transport": None, "reduce_transport": None}
 
 
 def parse_args(argv: list[str]) -> Namespace:
@@ -47,8 +50,8 @@ def parse_args(argv: list[str]) -> Namespace:
 
 
 def runs_of(args: Namespace) -> list[Namespace]:
-    """The options of each run. The bf16 run has no transports."""
-    changes: dict[str, dict[str, Any]] = {BF16: NO_TRANSPORTS | {"recipe": BF16}, args.recipe: {}}
+    """The options of each run, which is called by the last part of its `out`."""
+    changes: dict[str, dict[str, Any]] = {BF16: IN_BF16, args.recipe: {}}
     given = args.gradient_transport or args.reduce_transport
     if not given and args.model != "moe" and args.dp > 1 and args.tp > 1:
         sums = {"gradient_transport": "float8", "reduce_transport": "float8"}
@@ -61,12 +64,13 @@ def main(argv: list[str]) -> int:
     ranks = args.dp * args.ep * args.tp
     train_run = import_module("scripts.train.train_run")
     run_on_ranks = import_module("scripts.common.ranks").run_on_ranks
-    device, _ = train_run.choose_device(0, ranks)
+    device, reason = train_run.choose_device(0, ranks)
     runs = runs_of(args)
+    names = ", ".join(run.out.name for run in runs)
+    print(f"== training {names}: {train_run.described(args, device, reason)}", flush=True)
     for run in runs:
-        print(f"== training: {run.out.name}, dp {args.dp} x tp {args.tp}", flush=True)
         run_on_ranks(ranks, train_run.train_rank, run, device=device.type)
-    print("== comparing", flush=True)
+    print("== drawing the report", flush=True)
     # The verdict decides the exit status only with the default options: other runs may be too
     # short to learn anything.
     asserted = [] if argv else ["--assert"]

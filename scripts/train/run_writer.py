@@ -11,6 +11,7 @@ from fp8_dist import float8_layers
 from fp8_dist.debug import CommAudit, Float8Stats
 from fp8_dist.report import RunWriter
 
+COLLECTIVES = "comm.txt"  # the file of their tables
 UNITS = {"loss": "nats per byte"}
 # The meaning of `memory_bytes` in metrics.jsonl by type of device, for config.json.
 MEMORY = {
@@ -24,51 +25,39 @@ def run_writer(
     model: nn.Module,
     stats: Float8Stats | None,
     device: torch.device,
-    reason: str,
     first: int,
 ) -> RunWriter:
-    """Print what is trained, and where, and create the folder of the run; called on all ranks.
+    """Create the folder of the run; called on all ranks.
 
     config.json has the options, the names of `float8_layers`, `memory` (the meaning of
     `memory_bytes` in metrics.jsonl), and versions.
 
-    reason: why the device is not a GPU; "" if there is nothing to explain. first: the first step
-    that will be written.
+    first: the first step that will be written.
     """
     corpus = args.corpus
-    parameters = sum(p.numel() for p in model.parameters())
-    where = f"{device.type} with {dist.get_backend()}{f' ({reason})' if reason else ''}"
-    ep = f"ep {args.ep} x " if args.ep > 1 else ""
-    if dist.get_rank() == 0:
-        print(
-            f"{args.model} Llama, {parameters:,} parameters, {args.recipe}, dp {args.dp} x {ep}tp "
-            f"{args.tp} on {where}; {len(corpus.text):,} bytes of {corpus.source}",
-            flush=True,
-        )
     shown = {name: value for name, value in vars(args).items() if name != "corpus"}
     shown |= {
         "data": corpus.source,
         "data_bytes": len(corpus.text),
         "device": str(device),
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "float8_layers": list(float8_layers(model)),
         "memory": MEMORY[device.type],
     }
     # Delete files of an earlier run first: an unfinished run must not look like a finished one.
     if dist.get_rank() == 0:
-        (args.out / "comm.txt").unlink(missing_ok=True)
+        (args.out / COLLECTIVES).unlink(missing_ok=True)
     return RunWriter(
         args.out, stats, config=shown, units=UNITS, first=None if first == 1 else first
     )
 
 
 def write_audit(writer: RunWriter, audit: CommAudit) -> None:
-    """Print and write the collectives of the audited (last) step, on rank 0."""
+    """Write the collectives of the audited (last) step, on rank 0."""
     writer.log_audit(audit)
     if dist.get_rank() == 0:
-        table = audit.table()
-        print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
-        (writer.folder / "comm.txt").write_text(f"{table}\n\n{audit.table(by_module=True)}\n")
+        tables = f"{audit.table()}\n\n{audit.table(by_module=True)}\n"
+        (writer.folder / COLLECTIVES).write_text(tables)
 
 
 def memory_bytes(device: torch.device) -> int:

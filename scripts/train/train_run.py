@@ -20,13 +20,14 @@ from fp8_dist.debug.rows import summarized
 from fp8_dist.fsdp import clip_grad_norm_, micro_batches, set_gradient_transport
 from scripts.common.corpus import VOCAB_SIZE
 from scripts.common.gloo import use_one_thread_per_group
-from scripts.common.llama import MODELS
+from scripts.common.llama import MODELS, Llama, LlamaConfig
 from scripts.common.models import after_step, build, data_parallel_mesh, multiply_in_fp32
 from scripts.train import checkpoints
 from scripts.train.options import CHECKPOINTS
-from scripts.train.run_writer import memory_bytes, run_writer, write_audit
+from scripts.train.run_writer import COLLECTIVES, memory_bytes, run_writer, write_audit
 
 MAX_GRAD_NORM = 1.0
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}  # of process groups, by type of device
 
 
 class Trainer:
@@ -42,9 +43,7 @@ class Trainer:
         self.device = device
         self.model = build(
             args.recipe,
-            dataclasses.replace(
-                MODELS[args.model], vocab_size=VOCAB_SIZE, max_seq_len=args.seq_len
-            ),
+            sizes_of(args),
             mesh,
             device,
             shard=True,
@@ -137,14 +136,29 @@ def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
     return (steps - step) / max(steps - warmup, 1)
 
 
-def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> None:
-    """Run the steps. Rank 0 shows progress and writes the files of `--out`.
+def sizes_of(args: argparse.Namespace) -> LlamaConfig:
+    """The sizes of the model."""
+    model = MODELS[args.model]
+    return dataclasses.replace(model, vocab_size=VOCAB_SIZE, max_seq_len=args.seq_len)
 
-    Args:
-        args: the options.
-        device: the device of the model.
-        reason: why the device is not a GPU, to be printed.
+
+def described(args: argparse.Namespace, device: torch.device, reason: str) -> str:
+    """A line about the model, the mesh, the device and the text.
+
+    reason: why the device is not a GPU; "" if there is nothing to explain.
     """
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in Llama(sizes_of(args)).parameters())
+    ep = f"ep {args.ep} x " if args.ep > 1 else ""
+    where = f"{device.type} with {BACKENDS[device.type]}{f' ({reason})' if reason else ''}"
+    return (
+        f"{args.model} Llama, {parameters:,} parameters, dp {args.dp} x {ep}tp {args.tp} on "
+        f"{where}; {len(args.corpus.text):,} bytes of {args.corpus.source}"
+    )
+
+
+def train(args: argparse.Namespace, device: torch.device) -> None:
+    """Run the steps. Rank 0 shows progress, and writes the files of `--out`."""
     experts = {"ep": args.ep} if args.ep > 1 else {}
     axes = {"dp": args.dp, **experts, "tp": args.tp}
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -159,12 +173,13 @@ def train(args: argparse.Namespace, device: torch.device, reason: str = "") -> N
     stats = None
     if args.stats_every is not None:
         stats = float8_stats(trainer.model, every=args.stats_every)
-    writer = run_writer(args, trainer.model, stats, device, reason, first=done + 1)
+    writer = run_writer(args, trainer.model, stats, device, first=done + 1)
     recorder = None
     if args.record is not None:
         recorder = record(trainer.model, args.out / "recordings", layers=args.record)
     shown = {"initial": done, "total": args.steps, "disable": not is_first}
-    progress = tqdm(range(done + 1, args.steps + 1), args.recipe, unit="step", **shown)
+    name = args.out.resolve().name
+    progress = tqdm(range(done + 1, args.steps + 1), name, unit="step", **shown)
     audit = comm_audit(mesh)  # for the last step
     for step in progress:
         last = step == args.steps
@@ -207,7 +222,8 @@ def choose_device(local_rank: int, local_ranks: int) -> tuple[torch.device, str]
 
 def train_rank(args: argparse.Namespace) -> None:
     """Train as a rank of the default group."""
-    train(args, *choose_device(dist.get_rank(), dist.get_world_size()))
+    device, _ = choose_device(dist.get_rank(), dist.get_world_size())
+    train(args, device)
 
 
 @contextmanager
@@ -230,8 +246,7 @@ def process_group(store: dist.Store | None = None) -> Iterator[tuple[torch.devic
             # torchrun has one store for all restarts, where gloo would find ranks that have ended.
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt/{attempt}", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    dist.init_process_group(BACKENDS[device.type], store=store, rank=rank, world_size=ranks)
     yield device, reason
     # gloo may abort a rank's last collective if another rank leaves first.
     dist.barrier()
@@ -239,5 +254,12 @@ def process_group(store: dist.Store | None = None) -> Iterator[tuple[torch.devic
 
 
 def run(args: argparse.Namespace) -> None:
+    """Train as a rank of the launcher. Rank 0 also prints what is trained, and what a step sends."""
     with process_group() as (device, reason):
-        train(args, device, reason)
+        is_first = dist.get_rank() == 0
+        if is_first:
+            print(described(args, device, reason), flush=True)
+        train(args, device)
+        if is_first:
+            table, _, _ = (args.out / COLLECTIVES).read_text().partition("\n\n")
+            print(f"\nCollectives of one training step, as one rank sees them:\n{table}\n", flush=True)
