@@ -57,7 +57,8 @@ with names_of_torch():
 
     AsyncCollectiveTensor = _functional_collectives.AsyncCollectiveTensor
     TorchDispatchMode = _python_dispatch.TorchDispatchMode
-    tree_leaves, tree_map_only = _pytree.tree_leaves, _pytree.tree_map_only
+    tree_leaves, tree_map = _pytree.tree_leaves, _pytree.tree_map
+    tree_map_only = _pytree.tree_map_only
     StridedShard = _StridedShard
     resolve_process_group: Any = _resolve_process_group
     without_dispatch_modes = _python_dispatch._disable_current_modes

@@ -6,8 +6,9 @@ it adds rounding errors to the output of each module, and to its gradient.
 """
 
 import copy
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice, zip_longest
@@ -17,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
+from fp8_dist.tensor_parallel.diagnosis import Call, Diagnosis, Key, part_of, positive
 from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
-from fp8_dist.torch_internals import tree_leaves, tree_map_only
+from fp8_dist.torch_internals import tree_map
 from fp8_dist.weight.agreement import Facts
 
 # A difference counts above this multiple of the effect of rounding. Right plans reached 1.3, wrong
@@ -35,7 +37,8 @@ _ROUNDING = 2.0**-12
 # differences are also measured against the values themselves.
 _FEW = 64
 
-_Tensors = Mapping[Any, list[torch.Tensor]]
+# Tensors by the name of what has them; None for one that is missing.
+_Tensors = Mapping[Any, Sequence[Any]]
 
 
 def check_tp_plan(
@@ -45,6 +48,7 @@ def check_tp_plan(
     batch: Any,
     *,
     loss: Callable[[Any], torch.Tensor] | None = None,
+    output_layouts: Placement | None = None,
 ) -> None:
     """Check that ``model`` computes the same under ``plan`` as on one device.
 
@@ -56,9 +60,15 @@ def check_tp_plan(
     root mean square of the difference. A difference counts if it is more than three times as large
     as the change on one device when the output of each module, and its gradient, are rounded. A
     plain tensor is compared with the tensor of one device, or with this rank's part of that along
-    one dim if it is the output of the model or of a module of the plan. It also agrees if its sum
-    over ranks does. Other outputs of another shape are not compared. Tensors of fewer than 64
-    elements are compared roughly. Weights that are zero hide errors in their inputs.
+    one dim if it is the output of a module of the plan. It also agrees if its sum over ranks does.
+    Other outputs of another shape are not compared. Tensors of fewer than 64 elements are compared
+    roughly. Weights that are zero hide errors in their inputs.
+
+    What the model returns must be whole on every rank, because a loss takes a plain tensor for the
+    whole. A DTensor is whole, however it is sharded, as for ``loss_parallel``. If code outside the
+    model takes parts, such as a loss of this rank's part of the sequence, declare it with
+    ``output_layouts``. Tensors are found in tuples, lists, dicts, dataclasses, and what is
+    registered as a pytree.
 
     Args:
         model: the model before ``apply_tp_plan``, ``fully_shard`` and ``torch.compile``, converted
@@ -68,6 +78,8 @@ def check_tp_plan(
             or else the only argument. Tensors are whole, and the same on all ranks.
         loss: a function of the model's output that returns a scalar. None: the sum of all outputs
             with random weights.
+        output_layouts: the placement of plain tensors that the model returns as parts on purpose,
+            such as ``Shard(1)``. Others may be whole.
 
     Afterwards ``apply_tp_plan`` does not warn about layers of ``model`` that look fused under
     ``plan``.
@@ -79,10 +91,12 @@ def check_tp_plan(
 
     Raises:
         ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
-            first one and its size are named), the plan does not fit (see ``apply_tp_plan``), the
-            model is sharded already or on the meta device, or ranks have different weights or
-            batches. On the ranks where it happens: the forward or the backward fails (the module is
-            named).
+            first one and its size are named), the model returns a part, the plan does not fit (see
+            ``apply_tp_plan``), the model is sharded already or on the meta device, or ranks have
+            different weights or batches. On the ranks where it happens: the forward or the backward
+            fails (the module is named). The error also names the layer whose entry does not fit its
+            inputs or the module around it, and asks for the style that does, if the shapes of
+            tensors tell.
     """
     check_axis(mesh, "check_tp_plan")
     if mesh.size() == 1:
@@ -97,7 +111,7 @@ def check_tp_plan(
     facts = Facts()
     facts.of(mesh).update(
         {f"the values of {name!r}": _digest(x) for name, x in model.state_dict().items()}
-        | {f"tensor {i} of the batch": _digest(x) for i, x in enumerate(tree_leaves(batch))}
+        | {f"tensor {i} of the batch": _digest(x) for i, x in enumerate(_leaves(batch))}
     )
     facts.check("check_tp_plan", fix="Give the same weights and the same batch to all ranks")
     devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
@@ -106,17 +120,19 @@ def check_tp_plan(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about layers that look fused, which are compared here
             apply_tp_plan(parallel.model, mesh, plan)
+        styles = styles_by_name(model, plan)
+        parallel.diagnosis = lambda: Diagnosis(model, mesh, styles, one.calls, parallel.calls)
         for run in runs:
             run.forward(batch, rounds=run is rounded)
-        _compare_outputs({"", *styles_by_name(model, plan)}, *runs)
+        _compare_outputs({*styles}, output_layouts, *runs)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
         for name, error in _errors(mesh, *(run.gradients() for run in runs)).items():
             if error.counts:
                 raise ValueError(
                     f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
-                    f"{name!r} is the first that differs from one device's under the plan: {error}."
-                    " Does it need a style that sums its gradient, such as SequenceParallel?"
+                    f"{name!r} is the first that differs from one device's under the plan: "
+                    f"{error}. {_about_gradient(parallel.diagnosis(), name)}"
                 )
     mark_checked(model, mesh, plan)
 
@@ -148,33 +164,41 @@ class _Run:
         outputs: copies of the outputs of modules, whole or local, by the name of the module and the
             number of its call, in the order in which calls end. The last ones are the model's.
         output: what the model returned, unless the forward still runs.
-        within: the names of the modules whose calls have not ended.
+        within: the calls of modules that have not ended.
+        calls: the shapes that modules took and returned, in the order in which calls begin.
+        diagnosis: makes a diagnosis of the run, if it is under the plan.
     """
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.model, self.mesh = model, mesh
-        self.outputs: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self.outputs: dict[Key, list[torch.Tensor]] = {}
         self.output: Any = None
-        self.within: list[str] = []
+        self.within: list[Key] = []
+        self.calls: dict[Key, Call] = {}
+        self.diagnosis: Callable[[], Diagnosis] | None = None
 
     def forward(self, batch: Any, *, rounds: bool) -> None:
-        def enter(name: str, *_: Any) -> None:
-            self.within.append(name)
+        def enter(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            key = name, sum(called == name for called, _ in self.calls)
+            self.within.append(key)
+            if self.output is None:  # not for what a backward computes again
+                self.calls[key] = Call(dict(enumerate(args)) | kwargs)
 
         def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
-            self.within.pop()
+            key = self.within.pop()
             if rounds:
-                output = tree_map_only(torch.Tensor, _rounded, output)
-            if self.output is None:  # not for what a backward computes again
-                number = sum(called == name for called, _ in self.outputs)
-                self.outputs[name, number] = [_whole(x.detach()).clone() for x in _floating(output)]
+                output = _mapped(_rounded, output)
+            if self.output is None:
+                floating = _floating(output)
+                self.calls[key].ended(floating)
+                self.outputs[key] = [_whole(x.detach()).clone() for x in floating]
             return output
 
         # The hooks stay for the backward, where activation checkpointing calls modules again.
         for name, module in self.model.named_modules():
-            module.register_forward_pre_hook(partial(enter, name), prepend=True)
+            module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(leave, name))
-        batch = tree_map_only(torch.Tensor, torch.clone, batch)
+        batch = _mapped(_cloned, batch)
         with self._named_failure():
             if isinstance(batch, Mapping):
                 self.output = self.model(**batch)
@@ -222,21 +246,35 @@ class _Run:
         except Exception as error:
             parallel = any(isinstance(p, DTensor) for p in self.model.parameters())
             unset = (f"the gradient of {n!r}" for n, p in self.trained().items() if p.grad is None)
+            cause = ""
             if self.within:
-                at = f"the forward of {_named(self.within[-1])}"
+                name, _ = self.within[-1]
+                at = f"the forward of {_named(name)}"
+                cause = "" if self.diagnosis is None else self.diagnosis().cause(name)
             raise ValueError(
                 f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, "
                 f"{at or next(unset, 'the backward')} fails: {type(error).__name__}: {error}"
+                f"{_on_a_line(cause)}"
             ) from error
 
 
-def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run) -> None:
-    """Raise for the first difference. ``placed``: the modules whose outputs may be parts."""
-    mesh, comparable = one.mesh, {}
+def _compare_outputs(
+    placed: set[str], returned: Placement | None, one: _Run, rounded: _Run, parallel: _Run
+) -> None:
+    """Raise for the first difference.
+
+    Args:
+        placed: the modules whose outputs may be parts.
+        returned: the placement of parts that the model may return.
+    """
+    mesh, comparable = one.mesh, dict[Key, list[torch.Tensor | None]]()
     for call, expected in one.outputs.items():
-        outputs = parallel.outputs.get(call, [])
-        if call[0] in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
-            comparable[call] = outputs
+        outputs = [*parallel.outputs.get(call, [])]
+        if not call[0]:
+            pairs = zip_longest(outputs, expected)
+            comparable[call] = [x if _is_returned(x, y, returned, mesh) else None for x, y in pairs]
+        elif call[0] in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
+            comparable[call] = [*outputs]
     errors = _errors(mesh, one.outputs, rounded.outputs, comparable)
     agreeing = "no module"
     for call, expected in one.outputs.items():
@@ -245,7 +283,7 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
             # The outputs may be summands, which a module around this one adds up.
             sums = [torch.zeros_like(x) for x in expected]
             for total, x in zip(sums, comparable.get(call, []), strict=False):
-                if total.shape == x.shape:
+                if x is not None and total.shape == x.shape:
                     total.copy_(x)
             for total in sums:
                 dist.all_reduce(total, group=mesh.get_group())
@@ -253,11 +291,21 @@ def _compare_outputs(placed: set[str], one: _Run, rounded: _Run, parallel: _Run)
             if not error.counts:
                 errors[call], suffix = error, ", summed over ranks,"
         if errors[call].counts:
+            assert parallel.diagnosis is not None
+            diagnosis = parallel.diagnosis()
+            part = diagnosis.returned_part() if errors[call].difference == torch.inf else ""
+            if part and not name:
+                raise ValueError(
+                    "check_tp_plan: under the plan, the model returns this rank's part of what it "
+                    f"returns on one device. {part}. If code outside the model takes parts, say so "
+                    "with output_layouts of check_tp_plan"
+                )
             raise ValueError(
                 f"check_tp_plan: the output of {_named(name)} is the first that differs from "
                 f"one device's under the plan: {errors[call]}. Before it, that of {agreeing} "
                 "agrees. Look at the plan's entries up to this module, and at code between the two "
                 "that takes a part of the features, or a summand, for the whole (chunk, split)"
+                f"{_on_a_line(diagnosis.cause(name))}"
             )
         agreeing = f"{name!r}{suffix}" if errors[call].ratio >= 0 else agreeing
 
@@ -306,6 +354,28 @@ def _part(whole: torch.Tensor, shape: torch.Size, mesh: DeviceMesh) -> torch.Ten
     return whole
 
 
+def _is_returned(
+    x: torch.Tensor | None, whole: torch.Tensor | None, part: Placement | None, mesh: DeviceMesh
+) -> bool:
+    """Whether the model may return a tensor of this shape, given that of one device."""
+    if x is None or whole is None or x.shape == whole.shape:
+        return whole is not None
+    dim = positive(part, whole.ndim) if part is not None else None
+    return isinstance(dim, Shard) and x.shape == part_of(whole.shape, dim.dim, mesh)
+
+
+def _about_gradient(diagnosis: Diagnosis, parameter: str) -> str:
+    return (
+        diagnosis.misread_by(parameter.rpartition(".")[0])
+        or diagnosis.returned_part()
+        or "Does it need a style that sums its gradient, such as SequenceParallel?"
+    )
+
+
+def _on_a_line(text: str) -> str:
+    return text and f"\n{text}"
+
+
 def _named(module: str) -> str:
     return repr(module) if module else "the model"
 
@@ -315,16 +385,41 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
 
 
 def _floating(output: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [x for x in _leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
-def _rounded(x: torch.Tensor) -> torch.Tensor:
+def _leaves(tree: Any) -> list[Any]:
+    leaves: list[Any] = []
+    _mapped(leaves.append, tree)
+    return leaves
+
+
+def _mapped(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of a pytree, and of the dataclasses in it."""
+
+    def of_leaf(x: Any) -> Any:
+        if not dataclasses.is_dataclass(x) or isinstance(x, type):
+            return function(x)
+        new = copy.copy(x)
+        for field in dataclasses.fields(x):
+            # Even if the dataclass is frozen.
+            object.__setattr__(new, field.name, _mapped(function, getattr(x, field.name)))
+        return new
+
+    return tree_map(of_leaf, tree)
+
+
+def _cloned(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def _rounded(x: Any) -> Any:
     """Add random rounding errors to a tensor, and to its gradient in the backward."""
 
     def off(x: torch.Tensor) -> torch.Tensor:
         return x * (1 + max(_ROUNDING, torch.finfo(x.dtype).eps / 2) * torch.randn_like(x))
 
-    if not x.dtype.is_floating_point:
+    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
         return x
     x = off(x)
     if x.requires_grad:

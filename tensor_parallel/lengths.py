@@ -20,7 +20,7 @@ def check_lengths(model: nn.Module, size: int, styles: dict[str, parallel.Parall
     the number of features. Call this before the styles are applied, so that the check runs first.
     """
     parts = [(name, part) for name, style in styles.items() for part in _parts(style)]
-    layouts = (layout for _, style in parts for layout in _read(style))
+    layouts = (layout for _, style in parts for layout in layouts_read(style).values())
     dims = {layout.dim for layout in layouts if isinstance(layout, Shard)}
     if not dims or size == 1:
         return
@@ -65,12 +65,12 @@ def _parts(style: Any) -> list[Any]:
     return [x for x in vars(style).values() if isinstance(x, parallel.ParallelStyle)] or [style]
 
 
-def _read(style: Any) -> Iterable[Placement | None]:
-    """The placements that a style assumes for plain inputs."""
+def layouts_read(style: Any) -> dict[int | str, Placement | None]:
+    """The placements that a style assumes for plain inputs, by their positions or names."""
     if isinstance(style, parallel.SequenceParallel):
-        return style.sequence_sharding
+        return dict(enumerate(style.sequence_sharding))
     if isinstance(style, parallel.PrepareModuleInput):
-        return (*(style.input_layouts or ()), *style.input_kwarg_layouts.values())
+        return dict(enumerate(style.input_layouts or ())) | style.input_kwarg_layouts
     if isinstance(style, parallel.ColwiseParallel | parallel.RowwiseParallel):
-        return style.input_layouts  # type: ignore[no-any-return]
-    return ()
+        return dict(enumerate(style.input_layouts))
+    return {}

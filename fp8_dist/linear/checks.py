@@ -1,7 +1,7 @@
 """Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
 import torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.gemm import needs_alignment
@@ -28,16 +28,30 @@ def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) ->
     w_layout, x_layout = Layout.of(weight), Layout.of(input)
     if w_layout is None or x_layout is None:
         return
-    for w, x in zip(w_layout.placements, x_layout.placements, strict=True):
-        # (A _StridedShard input is redistributed before the GEMM.)
-        if type(w) is type(x) is Shard and (w.dim, x.dim) == (1, input.ndim - 1):
-            features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
-            if features != size:
-                raise ValueError(
-                    f"{fqn}: this rank's input has {features} features, but its part of the weight "
-                    f"takes {size}; give the layer before it a column-parallel style, or this one "
-                    "input_layouts=Replicate()"
-                )
+    w_shards, x_shards = _shards(w_layout, 1), _shards(x_layout, input.ndim - 1)
+    if None in (w_shards, x_shards) or w_shards != x_shards:
+        return  # the input is redistributed before the GEMM
+    features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
+    if features != size and w_shards:
+        raise ValueError(
+            f"{fqn}: this rank's input has {features} features, but its part of the weight takes "
+            f"{size}; give the layer before it a column-parallel style, or this one "
+            "input_layouts=Replicate()"
+        )
+    if features != size:
+        raise ValueError(
+            f"{fqn}: the input has {features} features, but the layer takes {size}; if they are "
+            "this rank's part, from a column-parallel layer, give this one a row-parallel style "
+            "(Float8RowwiseParallel)"
+        )
+
+
+def _shards(layout: Layout, dim: int) -> list[int] | None:
+    """The axes that shard a dim; None if other placements than Shard might."""
+    kinds = (Shard, Replicate, Partial)
+    if any(type(placement) not in kinds for placement in layout.placements):
+        return None  # a _StridedShard
+    return [axis for axis, p in enumerate(layout.placements) if p.is_shard(dim)]
 
 
 def check_summed_in_fp32(input: torch.Tensor, transport: str | None, fqn: str) -> None:

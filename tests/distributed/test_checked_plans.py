@@ -259,7 +259,9 @@ def test_batches_losses_and_frozen_weights() -> None:
         check(model, plan, batch)
     check(model, plan, loss=logits_loss)
     # Logits of which every rank has a part, as a plain tensor.
-    check(model, plan | {"head": ColwiseParallel(input_layouts=Shard(1))})
+    divided = plan | {"head": ColwiseParallel(input_layouts=Shard(1))}
+    check(model, divided, output_layouts=Shard(-1))
+    assert "the model returns this rank's part of what it returns" in refused(model, divided)
     sizes = {"n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "max_seq_len": 16}
     llama = Llama(LlamaConfig(dim=DIM, n_layers=1, vocab_size=VOCABULARY, **sizes))
     with loss_parallel():

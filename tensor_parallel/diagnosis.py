@@ -1,0 +1,342 @@
+"""Search for the entry of a plan that makes a model fail, or differ from one device.
+
+The shapes of what modules take and return under the plan are compared with those on one device.
+They tell which tensors are whole, and which are parts. No other rank is asked, because a forward
+may have failed on this rank alone.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel
+
+from fp8_dist.linear import Float8Linear
+from fp8_dist.mesh import Layout, local_pieces, taken
+from fp8_dist.tensor_parallel.lengths import layouts_read
+
+# The name of a module, and the number of its call.
+Key = tuple[str, int]
+
+
+class Call:
+    """The floating-point tensors of a module's call.
+
+    Attributes:
+        inputs: by position or name.
+        outputs: None until the call has ended.
+    """
+
+    def __init__(self, inputs: Mapping[int | str, Any]) -> None:
+        tensors = {place: x for place, x in inputs.items() if isinstance(x, torch.Tensor)}
+        self.inputs = {place: _Seen.of(x) for place, x in tensors.items() if x.is_floating_point()}
+        self.outputs: list[_Seen] | None = None
+
+    def ended(self, outputs: list[torch.Tensor]) -> None:
+        """Record the outputs."""
+        self.outputs = [_Seen.of(x) for x in outputs]
+
+
+class _Seen(NamedTuple):
+    """The shape of a tensor, and the placement of a DTensor."""
+
+    shape: torch.Size
+    placement: Placement | None
+
+    @staticmethod
+    def of(x: torch.Tensor) -> "_Seen":
+        return _Seen(x.shape, x.placements[0] if isinstance(x, DTensor) else None)
+
+
+class _Tensor(NamedTuple):
+    """A tensor under a plan.
+
+    Attributes:
+        given: Replicate if it is whole, or Shard with a dim that is not negative; None if it is
+            neither whole nor this rank's part along one dim.
+        shape, whole: its shape, and that on one device.
+        is_plain: whether it is no DTensor.
+    """
+
+    given: Placement | None
+    shape: torch.Size
+    whole: torch.Size
+    is_plain: bool
+
+    @staticmethod
+    def of(seen: _Seen, whole: _Seen, mesh: DeviceMesh) -> "_Tensor":
+        sizes = enumerate(zip(seen.shape, whole.shape, strict=False))
+        dims = [dim for dim, (size, full) in sizes if size != full]
+        given: Placement | None = seen.placement and positive(seen.placement, len(whole.shape))
+        if seen.placement is None and seen.shape == whole.shape:
+            given = Replicate()
+        elif seen.placement is None and len(seen.shape) == len(whole.shape) and len(dims) == 1:
+            given = Shard(dims[0]) if seen.shape == part_of(whole.shape, dims[0], mesh) else None
+        is_known = isinstance(given, Shard | Replicate)
+        return _Tensor(given if is_known else None, seen.shape, whole.shape, seen.placement is None)
+
+    @property
+    def features(self) -> Shard:
+        """The placement of parts of the features."""
+        return Shard(len(self.whole) - 1)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it is a part of the features."""
+        return self.given == self.features
+
+    def layout(self, placement: Placement | None) -> str:
+        """A placement as an argument of a style."""
+        dim = placement.dim if isinstance(placement, Shard) else None
+        if dim is None:
+            return "Replicate()"
+        return f"Shard({-1 if dim == len(self.whole) - 1 else dim})"
+
+    def __str__(self) -> str:
+        if not isinstance(self.given, Shard):
+            return f"whole, {list(self.shape)}"
+        return f"this rank's part of dim {self.given.dim}, {list(self.shape)} of {list(self.whole)}"
+
+
+class _Called(NamedTuple):
+    """A call under a plan; ``output``: the first floating-point one, if the call has ended."""
+
+    name: str
+    inputs: dict[int | str, _Tensor]
+    output: _Tensor | None
+
+
+def positive(placement: Placement, ndim: int) -> Placement:
+    """A placement whose dim is not negative."""
+    return Shard(placement.dim % ndim) if type(placement) is Shard and ndim else placement
+
+
+def part_of(whole: torch.Size, dim: int, mesh: DeviceMesh) -> torch.Size:
+    """The shape of this rank's part of a tensor that is sharded on a dim."""
+    pieces = local_pieces(Layout(mesh, (Shard(dim),), whole))
+    return taken(torch.empty(whole, device="meta"), pieces).shape
+
+
+class Diagnosis:
+    """Search in the calls of modules under a plan.
+
+    Args:
+        model: the model, before the plan is applied.
+        mesh: the tensor-parallel axis.
+        styles: the styles of the plan, by names of modules.
+        expected, found: the calls on one device, and those under the plan, which may have stopped;
+            in the order in which they begin.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        styles: Mapping[str, Any],
+        expected: Mapping[Key, Call],
+        found: Mapping[Key, Call],
+    ) -> None:
+        self.model, self.styles = model, styles
+        self.order = [name for name, _ in expected]
+        self.calls = []
+        for key in [key for key in found if key in expected]:
+            whole, seen = expected[key], found[key]
+            places = [place for place in seen.inputs if place in whole.inputs]
+            inputs = {p: _Tensor.of(seen.inputs[p], whole.inputs[p], mesh) for p in places}
+            outputs = zip(seen.outputs or (), whole.outputs or (), strict=False)
+            output = next((_Tensor.of(*pair, mesh) for pair in outputs), None)
+            self.calls.append(_Called(key[0], inputs, output))
+
+    def cause(self, at: str) -> str:
+        """Describe the entry that makes a module fail or differ, and ask for another one.
+
+        Returns an empty string if no entry stands out.
+        """
+        is_layer = self._last_layer(at) in (None, at)
+        scope = at.rpartition(".")[0] if is_layer else at
+        calls = [call for call in self.calls if _is_in(call.name, scope)]
+        layers = [call for call in calls if self._is_linear(call.name)]
+        return (
+            self._part_in_the_stream(scope, calls)
+            or next(filter(None, map(self.misread, calls)), "")
+            or self._whole_beside_parts(layers)
+            or self._unlike_the_stream(scope, calls)
+            or next(filter(None, map(self._unsummed, layers)), "")
+            or (self.returned_part() if at == "" else self._part_in_code(layers))
+        )
+
+    def misread_by(self, name: str) -> str:
+        """Describe an input of a module that is not as its entry reads it; empty if there is none.
+
+        ``name``: the name of the module.
+        """
+        return next(filter(None, (self.misread(x) for x in self.calls if x.name == name)), "")
+
+    def misread(self, call: _Called) -> str:
+        """Describe an input that is not as the module's entry reads it."""
+        style = self.styles.get(call.name)
+        reads: Mapping[Any, Any] = {} if style is None else layouts_read(style)
+        if style is None and self._is_linear(call.name):
+            reads = {0: Replicate()}
+        for place, x in call.inputs.items():
+            layout = reads.get(place)
+            if x.given is None or not isinstance(layout, Shard | Replicate):
+                continue
+            wanted = positive(layout, len(x.whole))
+            # A style takes a DTensor as it is. Then, as without a style, only features matter.
+            is_read = style is not None and x.is_plain
+            if wanted != x.given and (is_read or x.features in (wanted, x.given)):
+                reading = f"{self._shown(call.name)} reads its input as {x.layout(wanted)}, but"
+                return f"{reading} it is {x}. {self._other_style(call, wanted, x)}"
+        return ""
+
+    def _other_style(self, call: _Called, wanted: Placement, x: _Tensor) -> str:
+        is_row = self._is_linear(call.name) and wanted == x.features
+        colwise = f"{self._prefix(call.name)}ColwiseParallel"
+        if self._is_linear(call.name) and x.is_divided:
+            return f"Did you mean {self._prefix(call.name)}RowwiseParallel?"
+        if is_row and x.given == Replicate():
+            return f"Did you mean {colwise}, or input_layouts=Replicate()?"
+        if is_row and not self._ends(call.name):
+            return f"Did you mean {colwise}(input_layouts={x.layout(x.given)})?"
+        if is_row:
+            return "Does the code before it take a part of the features for all of them?"
+        before = self.calls[: self.calls.index(call)]
+        source = next((c.name for c in reversed(before) if self._gives(c, x.given)), "")
+        other = f"output_layouts={x.layout(wanted)} for {source!r}" if source else ""
+        if isinstance(self.styles.get(call.name), SequenceParallel):
+            return f"Did you mean {other or 'to divide the sequence before it'}?"
+        layout = f"input_layouts={x.layout(x.given)}"
+        return f"Did you mean {layout}, or {other}?" if other else f"Did you mean {layout}?"
+
+    def _whole_beside_parts(self, layers: list[_Called]) -> str:
+        """Describe a layer with all features beside one with a part, of the same input."""
+        for call in layers:
+            if call.output is None or not call.output.is_divided:
+                continue
+            for other in layers:
+                is_beside = _parent(other.name) == _parent(call.name) and not self._ends(other.name)
+                is_alike = 0 in other.inputs and other.inputs.get(0) == call.inputs.get(0)
+                is_whole = other.output is not None and not other.output.is_divided
+                if is_beside and is_alike and is_whole and not self._ends(call.name):
+                    x = other.inputs[0]
+                    is_part = isinstance(x.given, Shard) and x.is_plain
+                    arguments = f"(input_layouts={x.layout(x.given)})" if is_part else ""
+                    return (
+                        f"The output of {self._shown(other.name)} is {other.output}, but that of "
+                        f"{self._shown(call.name)}, which reads the same input, is {call.output}. "
+                        f"Did you mean {self._prefix(other.name)}ColwiseParallel{arguments}?"
+                    )
+        return ""
+
+    def _part_in_the_stream(self, scope: str, calls: list[_Called]) -> str:
+        """Describe a layer whose output is a part of the features, for a module that has all."""
+        writer = self._writer(scope, calls)
+        is_part = writer is not None and writer.output is not None and writer.output.is_divided
+        return self._unlike_the_stream(scope, calls) if is_part else ""
+
+    def _unlike_the_stream(self, scope: str, calls: list[_Called]) -> str:
+        """Describe a layer whose output is not divided as the input of the module around it."""
+        writer = self._writer(scope, calls)
+        around = next((call for call in reversed(calls) if call.name == scope), None)
+        stream = next(iter(around.inputs.values()), None) if around is not None else None
+        if writer is None or writer.output is None or stream is None or stream.given is None:
+            return ""
+        output, layout = writer.output, f"output_layouts={stream.layout(stream.given)}"
+        if output.given in (None, stream.given) or writer.name not in self.styles:
+            return ""
+        style = layout
+        if output.is_divided:
+            arguments = "" if stream.given == Replicate() else f"({layout})"
+            style = f"{self._prefix(writer.name)}RowwiseParallel{arguments}"
+        return (
+            f"The output of {self._shown(writer.name)} is {output}, but the input of {scope!r} is "
+            f"{stream}. Did you mean {style}?"
+        )
+
+    def _unsummed(self, call: _Called) -> str:
+        """Describe a layer that leaves its output unsummed."""
+        layouts = getattr(self.styles.get(call.name), "output_layouts", ())
+        if not any(isinstance(layout, Partial) for layout in layouts):
+            return ""
+        return (
+            f"{self._shown(call.name)} has output_layouts=Partial(), which leaves to the code "
+            "behind it to sum its outputs over ranks. Did you mean output_layouts=Replicate()?"
+        )
+
+    def _part_in_code(self, layers: list[_Called]) -> str:
+        """Describe the last part of the features that was given to code of a module."""
+        for call in reversed(layers):
+            if call.output is not None and call.output.is_divided:
+                return (
+                    f"The output of {self._shown(call.name)} is {call.output}. Does code behind it "
+                    "take that for all features? Attention has a part of the heads: "
+                    "unflatten(-1, (-1, head_dim)). To gather it, give the entry "
+                    "output_layouts=Replicate()"
+                )
+        return ""
+
+    def returned_part(self) -> str:
+        """Describe the part of a tensor that the model returns, or takes for its result."""
+        names, last = [call.name for call in self.calls], self._last_layer("")
+        begin = len(names) - 1 - names[::-1].index(last) if last in names else 0
+        ends = [c for c in self.calls[begin:] if c.output is not None and c.name]
+        ends = [c for c in ends if isinstance(c.output.given, Shard) and c.output.is_plain]  # type: ignore[union-attr]
+        if not ends:
+            return ""
+        call = ends[-1]
+        x: Any = call.output
+        layout = f"output_layouts={x.layout(x.given)}"
+        gathered = "output_layouts=Replicate()"
+        if not self._gives(call, x.given):
+            gathered = f"ColwiseParallel(input_layouts={x.layout(x.given)}, {gathered})"
+        loss = ", and use loss_parallel" if x.is_divided else ""
+        return (
+            f"The output of {self._shown(call.name)} is {x}, a plain tensor that a loss takes for "
+            f"the whole. Give it {gathered}, or keep it a DTensor ({layout}, "
+            f"use_local_output=False){loss}"
+        )
+
+    def _writer(self, scope: str, calls: list[_Called]) -> _Called | None:
+        """The last layer of what has ended last in a module, if that ends with a layer."""
+        children = [c.name for c in calls if _parent(c.name) == scope and c.output is not None]
+        for name in reversed([child for child in children if child]):
+            if (last := self._last_layer(name)) is not None:
+                is_end = last != name or self._ends(name)
+                return next((c for c in reversed(calls) if is_end and c.name == last), None)
+        return None
+
+    def _ends(self, name: str) -> bool:
+        """Whether a layer is the last one of the module around it."""
+        return self._last_layer(_parent(name)) == name
+
+    def _last_layer(self, scope: str) -> str | None:
+        """The linear layer in a module that runs last on one device."""
+        layers = (name for name in reversed(self.order) if self._is_linear(name))
+        return next((name for name in layers if _is_in(name, scope)), None)
+
+    def _gives(self, call: _Called, given: Placement | None) -> bool:
+        """Whether a module with an entry returns a tensor that is divided in a way."""
+        return call.name in self.styles and call.output is not None and call.output.given == given
+
+    def _is_linear(self, name: str) -> bool:
+        return isinstance(self.model.get_submodule(name), nn.Linear)
+
+    def _prefix(self, name: str) -> str:
+        """The beginning of the names of styles for a layer."""
+        return "Float8" if isinstance(self.model.get_submodule(name), Float8Linear) else ""
+
+    def _shown(self, name: str) -> str:
+        style = self.styles.get(name)
+        return f"{name!r} ({'no entry' if style is None else type(style).__name__})"
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_in(name: str, scope: str) -> bool:
+    return not scope or f"{name}.".startswith(f"{scope}.")
