@@ -27,6 +27,8 @@ with internals.names_of_torch():
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     _init_extensions = FSDPParam._init_extensions
+    _reset_sharded_param = FSDPParam.reset_sharded_param
+    _unshard = _fsdp_param_group.FSDPParamGroup.unshard
     _foreach_reduce = _fsdp_param_group.foreach_reduce
     _post_backward = _fsdp_param_group.FSDPParamGroup.post_backward
     _reduction = inspect.signature(_foreach_reduce)
@@ -35,7 +37,7 @@ with internals.names_of_torch():
     _divided = ["unsharded_grads", "reduce_scatter_group", "reduce_dtype", "gradient_divide_factor"]
     internals.require(FSDPModule, "_get_fsdp_state")
     internals.require(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param")
-    internals.require(FSDPParam, "_unsharded_inner_tensors reset_sharded_param _orig_size")
+    internals.require(FSDPParam, "_unsharded_inner_tensors _orig_size")
     _read = [*_announced, *_divided]
     if _renamed := [name for name in _read if name not in _reduction.parameters]:
         raise AttributeError(f"foreach_reduce has no parameters {', '.join(_renamed)}")
@@ -84,6 +86,41 @@ def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
         _init_extensions(self)
 
     FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
+
+
+def when_fsdp_resets(call: Callable[["FsdpParameter"], None]) -> None:
+    """Call a function with each parameter whose local tensor FSDP2 has looked up again.
+
+    FSDP2 does so after ``load_state_dict`` and ``nn.Module._apply`` of an FSDP module, which may
+    have replaced the local tensor, also by a plain one.
+    """
+
+    @wraps(_reset_sharded_param)
+    def with_call(self: Any) -> None:
+        _reset_sharded_param(self)
+        call(FsdpParameter(self))
+
+    FSDPParam.reset_sharded_param = with_call  # type: ignore[method-assign]
+
+
+def before_fsdp_gathers_others(call: Callable[["FsdpParameter"], None]) -> None:
+    """Call a function with each parameter whose old local tensor FSDP2 is about to gather.
+
+    Other code has replaced the local tensor, and FSDP2 has not looked it up again. Only parameters
+    whose old local tensor is a wrapper are considered.
+    """
+
+    @internals.disabled_in_graphs()
+    @wraps(_unshard)
+    def with_call(self: Any, *args: Any, **kwargs: Any) -> None:
+        for fsdp_param in () if self.is_unsharded else self.fsdp_params:
+            if hasattr(fsdp_param._sharded_param_data, "plain"):
+                parameter = FsdpParameter(fsdp_param, self)
+                if not parameter.holds_local:
+                    call(parameter)
+        _unshard(self, *args, **kwargs)
+
+    _fsdp_param_group.FSDPParamGroup.unshard = with_call  # type: ignore[method-assign]
 
 
 def fsdp_init_shards(model: nn.Module) -> None:
@@ -137,6 +174,13 @@ class FsdpParameter:
         """The dtype of the gather; None if it is the parameter's own, or hooks choose it."""
         return None if hasattr(self.own, "_extensions_data") else self.own.mp_policy.param_dtype
 
+    @property
+    def holds_local(self) -> bool:
+        """Whether FSDP2's own reference to the local tensor is up to date."""
+        tensors = self.own._sharded_param_data, internals.dtensor_local(self.sharded)
+        held, local = [getattr(tensor, "plain", tensor) for tensor in tensors]
+        return internals.storage_address(held) == internals.storage_address(local)
+
     def replace_local(self, local: Any) -> None:
         """Replace the local tensor by a wrapper of it."""
         internals.set_dtensor_local(self.sharded, local)
@@ -147,7 +191,7 @@ class FsdpParameter:
 
     def forget_hooks(self) -> None:
         """Make FSDP2 gather the parameter as a plain one, after its local tensor was unwrapped."""
-        self.own.reset_sharded_param()
+        _reset_sharded_param(self.own)
         # Remove the state of earlier gathers.
         for name in ("_extensions_data", "_unsharded_param"):
             self.own.__dict__.pop(name, None)

@@ -18,12 +18,18 @@ from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import in_backward
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.stored import Stored
 from fp8_dist.weight.weights import float8_modules, weights_of
+
+
+def _weights_of(parameter: internals.FsdpParameter) -> list[Float8Weight]:
+    """The float8 weights of the modules that share a parameter."""
+    return [w for module, name in parameter.users if (w := weights_of(module).get(name))]
 
 
 def _when_sharded(parameter: internals.FsdpParameter) -> None:
     """Wrap a sharded parameter; before the first gather of its group, check the group."""
-    weights = [w for module, name in parameter.users if (w := weights_of(module).get(name))]
+    weights = _weights_of(parameter)
     for weight in weights:
         weight.fsdp = parameter
         weight.check_sharded()
@@ -50,7 +56,34 @@ def _compare_between_ranks(group: Any) -> None:
             agreement.mark_compared(module)
 
 
+def _when_reset(parameter: internals.FsdpParameter) -> None:
+    """Wrap the local tensor of a parameter again, if other code has replaced it by a plain one."""
+    weights = _weights_of(parameter)
+    if weights and weights[0].fsdp is not None:
+        wrap_sharded(parameter, weights)
+
+
+def _when_not_reset(parameter: internals.FsdpParameter) -> None:
+    """Raise ValueError if FSDP2 would gather the old values of a float8 weight.
+
+    In high precision FSDP2 gathers them without an error, and trains a parameter that no forward
+    uses.
+    """
+    if isinstance(local_tensor(parameter.sharded), Stored):
+        return  # (its hooks are those of the new local tensor)
+    for weight in _weights_of(parameter):
+        raise ValueError(
+            f"{weight.fqn}: the local tensor of {weight.name} was replaced (by "
+            "torch.utils.swap_tensors, or by nn.Module._apply of a module within the FSDP module), "
+            "but FSDP2 still gathers the old one. Write the new values instead, by "
+            "parameter.copy_(values) under torch.no_grad(); or call "
+            "fsdp_model._apply(lambda tensor: tensor), after which FSDP2 gathers what was replaced"
+        )
+
+
 internals.when_fsdp_shards(_when_sharded)
+internals.when_fsdp_resets(_when_reset)
+internals.before_fsdp_gathers_others(_when_not_reset)
 internals.divide_fsdp_gradients_once()
 
 

@@ -52,4 +52,5 @@ class TensorSubclass(torch.Tensor):
         plain = [x.readable(reader) if isinstance(x, TensorSubclass) else x for x in args]
         values = self.readable(reader).clone()
         getattr(values, method)(*plain)
-        return self.copy_(values)
+        self.copy_(values)
+        return self

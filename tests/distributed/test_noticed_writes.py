@@ -1,10 +1,13 @@
 """The table of docs/state.md, row by row: which writes to a weight are noticed."""
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,9 +55,28 @@ def replace_data(weight: Tensor) -> None:
     weight.data = weight.data.clone() * 10
 
 
-def write_to_numpy(weight: Tensor) -> None:
-    array = getattr(local_tensor(weight), "plain", local_tensor(weight)).detach().numpy()
-    array *= 10
+def memory_of(make: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
+    """Write to each weight's memory, through what ``make`` returns for its local tensor."""
+
+    def write(weight: Tensor) -> None:
+        memory = make(local_tensor(weight).detach())
+        memory *= 10
+
+    return every_weight(write)
+
+
+def at_storage(tensor: Tensor) -> Tensor:
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0).set_(tensor.untyped_storage(), *place)
+
+
+def at_address(tensor: Tensor) -> np.ndarray:
+    values = (ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr())
+    return np.ctypeslib.as_array(values)
+
+
+def tenfold(tensor: Tensor) -> None:
+    tensor.apply_(lambda value: 10 * value)
 
 
 def replace(net: nn.Module) -> None:
@@ -65,7 +87,7 @@ def replace(net: nn.Module) -> None:
 def swap(net: nn.Module) -> None:
     """Exchange weights for others with equal version counters."""
     for layer in float8_layers(net).values():
-        other = nn.Parameter(layer.weight.detach().clone().mul_(10))
+        other = nn.Parameter(layer.weight.detach() * 10)
         while other._version < layer.weight._version:
             increment_version(other)
         torch.utils.swap_tensors(layer.weight, other)
@@ -81,7 +103,6 @@ def load(net: nn.Module) -> None:
     net.load_state_dict({k: v * 10 for k, v in net.state_dict().items()})
 
 
-REPLACE_DATA = every_weight(replace_data)
 WRITES: dict[str, Callable[[nn.Module], None]] = {
     "a step of its optimizer": step,
     "`load_state_dict`": load,
@@ -92,12 +113,15 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     ),
     "`weight[0].mul_(2)`": every_weight(lambda w: w[:4].mul_(10)),
     "`weight.to_local().mul_(2)`": every_weight(lambda w: local_tensor(w).detach().mul_(10)),
+    "`weight.to_local().detach().apply_(f)`": every_weight(
+        lambda w: tenfold(local_tensor(w).detach())
+    ),
     "`torch._foreach_mul_(weights, 2)`": lambda net: torch._foreach_mul_(
         [layer.weight for layer in float8_layers(net).values()], 10.0
     ),
     "`weight.data.mul_(2)`, `weight.data += delta`": every_weight(lambda w: w.data.mul_(10)),
     "`weight.data[0].mul_(2)`": every_weight(lambda w: w.data[:4].mul_(10)),
-    "`weight.data = other`": REPLACE_DATA,
+    "`weight.data = other`": every_weight(replace_data),
     "`dist.all_reduce(weight)`, of a DTensor `weight.to_local()`": every_weight(
         lambda w: dist.all_reduce(local_tensor(w))
     ),
@@ -113,9 +137,16 @@ WRITES: dict[str, Callable[[nn.Module], None]] = {
     "collectives into what `state_dict()` returned": state_tensors(
         lambda s: [dist.all_reduce(local_tensor(v)) for v in s]
     ),
-    "a numpy array that shares its memory": every_weight(write_to_numpy),
+    "`apply_` on the local tensor of what `state_dict()` returned": state_tensors(
+        lambda s: [tenfold(local_tensor(v)) for v in s]
+    ),
+    "a numpy array that shares its memory": memory_of(lambda local: local.numpy()),
+    "a tensor made from its dlpack": memory_of(lambda local: torch.from_dlpack(local)),
+    "a tensor made from its `untyped_storage()`": memory_of(at_storage),
+    "its address, `data_ptr()`": memory_of(at_address),
 }
 
+FLOAT8 = "FSDP2, float8 gathers"
 COLLECTIVES = {write for write in WRITES if "all_reduce" in write or "collectives" in write}
 MODES: dict[str, tuple[bool, Callable[[], AbstractContextManager[object]]]] = {
     "train": (True, nullcontext),
@@ -136,31 +167,43 @@ def net_on(column: str, config: Float8LinearConfig, write: str) -> tuple[nn.Modu
     dp, tp = (1, 2) if column == "tensor parallelism" else (dist.get_world_size(), 1)
     # On three ranks, shards are unequal, and FSDP2 pads some of them when it first runs.
     arguments = {"layers": 1, "hidden": 100 if dp == 3 else 96}
-    gather = column == "FSDP2, float8 gathers"
+    gather = column == FLOAT8
     world = Distributed(dp, tp, config=config, gather=gather, net_arguments=arguments)
     return world.net, world.mine(x)
 
 
-def is_stale(column: str, config: Float8LinearConfig, write: str, when: str, mode: str) -> bool:
-    """Whether any rank's forward uses a cast that a forward without cached scales would not."""
+def outcome(column: str, config: Float8LinearConfig, write: str, when: str, mode: str) -> str:
+    """The cell of the table in one case, with the case if a cast is stale.
+
+    A cast is stale if a forward without cached scales would use another one, on any rank.
+    """
     net, x = net_on(column, config, write)
     trains, context = MODES[mode]
     if when != "after a forward":
         precompute_float8_dynamic_scale(net)
-    if when != "after precompute":
-        net(x).sum().backward()
+    with weights_used(net) as before:
+        if when != "after precompute":
+            net(x).sum().backward()
     with torch.no_grad():
         WRITES[write](net)
     net.train(trains)
+    if WRITES[write] is swap and column == FLOAT8:
+        with pytest.raises(ValueError, match=r"0\.\w+: the local tensor of weight was replaced"):
+            net(x)
+        return "an error"
     with weights_used(net) as used, context():
         net(x)
     invalidate_float8_scales(net)
     with weights_used(net) as fresh, context():
         net(x)
     assert used.keys() == fresh.keys() == float8_layers(net).keys()
-    wrong = torch.tensor([not same_cast(used[name], fresh[name]) for name in used]).any().int()
-    dist.all_reduce(wrong)
-    return bool(wrong)
+    stale = not all(same_cast(used[name], fresh[name]) for name in used)
+    kept = bool(before) and all(same_cast(used[name], before[name]) for name in used)
+    on_any_rank = torch.tensor([stale, not kept]).int()
+    dist.all_reduce(on_any_rank)
+    if on_any_rank[0]:
+        return f"no: {when}, {mode}"
+    return "yes" if on_any_rank[1] else "no effect"
 
 
 CASES = [("after precompute", mode) for mode in MODES]
@@ -168,26 +211,33 @@ CASES += [("after precompute and a forward", mode) for mode in ("train", "no_gra
 CASES += [("after a forward", mode) for mode in ("train", "no_grad")]
 
 
-def cells(column: str, config: Float8LinearConfig, first: int) -> dict[str, str]:
-    """The table's cell for each change, with the first case in which a scale is stale, if any.
+def cells(column: str, config: Float8LinearConfig, first: int) -> dict[str, list[str]]:
+    """The table's cells for each change, case by case.
 
-    Changes that must be noticed run in every fourth case only, from the `first` on.
+    A change runs in every fourth case only, from the `first` on; one that is not noticed runs in
+    all cases, until a cast is stale.
     """
-    found = {}
+    found: dict[str, list[str]] = {}
     for number, (write, on_page) in enumerate(column_of_page(column).items()):
         # (Unequal shards can't be reduced.)
         if write in COLLECTIVES and dist.get_world_size() == 3:
             continue
-        if WRITES[write] is REPLACE_DATA and column != "one device, DDP":
-            found[write] = "no effect"
-            continue
-        cases = CASES[(number + first) % 4 :: 4] if on_page.startswith("yes") else CASES
-        stale = next((case for case in cases if is_stale(column, config, write, *case)), None)
-        found[write] = f"no: {stale}" if stale else "yes"
+        found[write] = []
+        for case in CASES if on_page == "no" else CASES[(number + first) % 4 :: 4]:
+            found[write].append(outcome(column, config, write, *case))
+            if found[write][-1].startswith("no: "):
+                break
     return found
 
 
-FLOAT8 = "FSDP2, float8 gathers"
+def is_right(cell: str, found: list[str]) -> bool:
+    """Whether the cases of a change are as the table says."""
+    if cell == "no":
+        return found[-1].startswith("no: ")
+    unseen = {"yes"} if cell == "no effect" else set()  # before the first forward
+    return cell in found and {*found} <= {cell} | unseen
+
+
 COLUMNS = [
     ("one device, DDP", 2, "tensorwise"),
     ("tensor parallelism", 2, "tensorwise"),
@@ -204,9 +254,7 @@ def test_the_table(ranks: RankPools, number: int) -> None:
     config, on_page = Float8LinearConfig.from_recipe_name(recipe), column_of_page(column)
     found = ranks(world_size).run(cells, column, config, number)[0]
     assert list(WRITES) == list(on_page)
-    assert {
-        write: cell for write, cell in found.items() if not cell.startswith(on_page[write])
-    } == {}
+    assert {w: each for w, each in found.items() if not is_right(on_page[w], each)} == {}
 
 
 @on_ranks(2, returns=[])

@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -22,6 +24,7 @@ from fp8_dist import (
     Float8LinearConfig,
     attach_update,
     convert_to_float8_training,
+    float8_layers,
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
@@ -196,4 +199,130 @@ def test_what_fsdp2_exchanges_is_noted() -> list[str]:
         if "cannot assign" not in raised(TypeError, lambda: setattr(layer, "weight", old.detach())):  # noqa: B023
             wrong.append(f"no parameter, {gather=}")
         layer.weight = old
+    return wrong
+
+
+# nn.Module._apply, and torch.utils.swap_tensors
+
+Change = Callable[[nn.Module], object]
+
+
+def applied(function: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda model: model._apply(function)
+
+
+def with_flag(name: str, change: Change) -> Change:
+    """Make a change with a flag of ``torch.__future__`` set."""
+
+    def make(model: nn.Module) -> None:
+        set_flag = getattr(torch.__future__, f"set_{name}_module_params_on_conversion")
+        set_flag(True)
+        try:
+            change(model)
+        finally:
+            set_flag(False)
+
+    return make
+
+
+def filled(model: nn.Module) -> None:
+    for parameter in model.to_empty(device="cpu").parameters():
+        nn.init.constant_(parameter, 0.01)
+
+
+def swapped(model: nn.Module) -> None:
+    """Exchange all parameters for others, plain ones, or ones with the hooks of gathers."""
+    for number, parameter in enumerate(model.parameters()):
+        values = parameter.detach()
+        other = values * 1.25 if number % 2 else values.clone().mul_(1.25)
+        torch.utils.swap_tensors(parameter, nn.Parameter(other))
+
+
+def scaled_within(model: nn.Module) -> None:
+    """Call ``_apply`` of the modules within the FSDP modules."""
+    for block in model.layers:  # type: ignore[union-attr]
+        for module in block.children():
+            module._apply(lambda tensor: tensor * 1.25)
+
+
+SCALED = applied(lambda tensor: tensor * 1.25)
+APPLIED: dict[str, Change] = {
+    "product": SCALED,
+    "product, by swapping": with_flag("swap", SCALED),
+    "product, by overwriting": with_flag("overwrite", SCALED),
+    "ones": applied(torch.ones_like),
+    "small numbers": applied(lambda tensor: torch.zeros_like(tensor) + 1e-3),
+    "to_empty": filled,
+    "moves": lambda model: model.to("cpu").float(),
+}
+UNNOTICED: dict[str, Change] = {"swap_tensors": swapped, "_apply within": scaled_within}
+
+
+def trained(model: nn.Module, change: Change, early: bool) -> list[torch.Tensor]:
+    """Outputs around a change between two steps, and the parameters after the second."""
+    x, outputs = torch.linspace(-1, 1, 4 * 8 * 64).view(4, 8, 64), []
+    for is_changed in (False, True):
+        if early or is_changed:
+            with torch.no_grad():
+                change(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)  # on one device, of new parameters
+        updates = attach_update(optimizer, model)
+        outputs.append(model(x))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updates.remove()
+    return [*outputs, model(x), *full_state(model).values()]
+
+
+def twins(recipe: str) -> list[Net]:
+    """A model on one device, and one that FSDP2 divides unevenly."""
+    config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
+    found = []
+    for _ in range(2):
+        found.append(model := Net(hidden=97, layers=1))
+        convert_to_float8_training(model, config=config)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=device_mesh(dp=2))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp8"])
+@on_ranks(2, returns=[])
+def test_what_module_apply_returns_is_gathered_in_float8(recipe: str) -> list[str]:
+    wrong = []
+    for number, (name, change) in enumerate(APPLIED.items()):
+        models = twins(recipe)
+        found = [trained(model, change, early=bool(number % 2)) for model in models]
+        if not all(map(same_bits, *found)):
+            wrong.append(name)
+        models[1].reshard()  # type: ignore[operator]
+        locals_ = [layer.weight.to_local() for layer in float8_layers(models[1]).values()]
+        if not all(isinstance(local, Float8AllGatherWeight) for local in locals_):
+            wrong.append(f"{name}: {locals_}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (2, 2)])
+@on_ranks("dp", "tp", returns=[])
+def test_what_fsdp2_does_not_look_up_again_is_an_error(dp: int, tp: int) -> list[str]:
+    """Until ``nn.Module._apply`` of the FSDP module; with TP, gathers in high precision, too."""
+    wrong = []
+    for name, change in UNNOTICED.items():
+        world = Distributed(dp, tp, gather=tp == 1)
+        x = world.mine(torch.randn(4, 8, 64))
+        attach_update(torch.optim.SGD(world.net.parameters()), world.net)
+        for mode in (torch.enable_grad, torch.inference_mode):
+            with mode():
+                world.net(x)
+            world.net.reshard()  # type: ignore[operator]
+            with torch.no_grad():
+                change(world.net)
+            text = raised(ValueError, lambda: world.net(x))  # noqa: B023
+            pattern = r"layers\.0\.w1: the local tensor of weight was replaced \(by .* by parameter\.copy_"
+            wrong += [] if re.match(pattern, text) else [f"{name}: {text}"]
+            world.net._apply(lambda tensor: tensor)
+            wrong += [f"{name}: {w}" for w in world.wrong_casts(partial(world.net, x))]
     return wrong
