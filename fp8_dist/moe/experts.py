@@ -139,15 +139,21 @@ class ExpertWeight(Float8Weight):
                 "another order; shard another dim (shard_placement_fn)"
             )
 
-    def operand(self, parameter: torch.Tensor) -> Weight:
-        """The weight ``[E, N, K]`` for a forward and its backward; see :func:`weight_of`.
+    def operand(self, parameter: torch.Tensor, is_transposed: bool | None = None) -> Weight:
+        """The weight ``[E, N, K]`` for a forward and its backward.
 
-        Collectives: as :meth:`operands`.
+        ``is_transposed``: whether the parameter is ``[E, K, N]``; by default :attr:`is_transposed`.
+
+        Collectives: as :meth:`operands`. Before the first forward of a weight that other code has
+        distributed, those of :meth:`compare`.
         """
+        is_graph = torch.compiler.is_compiling()  # a graph compares when it looks up casts
+        if isinstance(parameter, DTensor) and not (self.is_compared or is_graph):
+            self.compare("the first forward")
         output, grad_input, _ = self.operands(parameter, torch.is_grad_enabled())
         assert output is not None
         tensor, layout, to = local_part(parameter), self.layout(parameter), None
-        if self.is_transposed:
+        if self.is_transposed if is_transposed is None else is_transposed:
             (to,) = self.config.recipe.schemes["weight"]
             output, layout = transposed(output, to), None
         later: Quantized | Uncast = output
@@ -354,14 +360,11 @@ def division_of(module: nn.Module) -> ExpertsDivision:
 def weight_of(module: nn.Module, name: str) -> Weight:
     """The weight of converted experts for a forward and its backward.
 
-    Collectives: as :meth:`fp8_dist.weight.float8_weight.Float8Weight.operands`.
+    Collectives: as :meth:`ExpertWeight.operand`.
     """
     weight: Any = weights_of(module)[name]
-    parameter = getattr(module, name)
-    compiling = torch.compiler.is_compiling()  # a graph compares when it looks up casts
-    if isinstance(parameter, DTensor) and not (weight.is_compared or compiling):
-        weight.compare("the first forward")
-    return weight.operand(parameter)
+    operand: Weight = weight.operand(getattr(module, name))
+    return operand
 
 
 def parts_of(module: nn.Module) -> dict[str, Placement]:

@@ -67,6 +67,45 @@ class Weight(NamedTuple):
         return self.layout._replace(placements=(columns,), shape=shape)
 
 
+def operand_of(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
+    """The operand of a weight that code of a user passes, cast unless it is stored in float8.
+
+    Collectives: as :func:`cast_weight`; for a stored weight, those of its owner's ``operand``.
+
+    Raises:
+        ValueError: as :func:`cast_weight`; or a stored weight is not passed as a whole, was stored
+            for another config, or has scales for the rows of a weight that is transposed.
+    """
+    local = local_tensor(weight)
+    if not isinstance(local, StoredFloat8):
+        return cast_weight(weight, config)
+    if (owner := local.weight()) is None:
+        raise ValueError(
+            "experts: a weight is stored in float8, and the module with its scales is not known; "
+            "pass the parameter of the module that freeze_to_float8 was called on"
+        )
+    name, (scheme,) = f"{owner.fqn}: {owner.name}", owner.config.recipe.schemes["weight"]
+    if scheme.key != config.weight.key:
+        raise ValueError(
+            f"{name} is stored as {scheme.described}, and the config has "
+            f"{config.weight.described}; pass the module's float8_experts_config"
+        )
+    is_transposed = operators.is_stored_transposed(local)
+    parameter, registered = weight.mT if is_transposed else weight, owner.module._parameters
+    if (whole := registered.get(owner.name)) is not None and whole.shape != parameter.shape:
+        raise ValueError(
+            f"{name} is stored in float8 as a whole, {list(whole.shape)}, and the forward passes "
+            f"{list(weight.shape)}; pass the parameter itself, and divide the outputs"
+        )
+    if is_transposed != owner.is_transposed and stored_transposed(scheme) != scheme:
+        raise ValueError(
+            f"{name} has one scale per {scheme.covers}, but its forward passes it transposed; "
+            "make it a parameter [E, N, K], or use a recipe with square blocks"
+        )
+    operand: Weight = owner.operand(parameter, is_transposed)
+    return operand
+
+
 def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     """Cast a weight in its memory layout, unless FSDP2 gathered it in float8.
 

@@ -1,18 +1,23 @@
 """Graphs of layers with weights stored in float8."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from frozen_experts import STORED, batch
+from frozen_experts import made as experts_of
 from graphs import Compilations, Graphs
 from hf_experts import made
 from rank_tests import on_ranks
 from ranks import device_mesh
+from reference import same_bits
 from safetensors.torch import save_file
 from stored_weights import converted, frozen, released, run, same
 from torch.distributed.fsdp import fully_shard
 
 from fp8_dist import float8_state_dict, freeze_to_float8, load_float8_checkpoint
+from fp8_dist.moe import grouped_linear
 
 
 @pytest.mark.parametrize("name", ["rowwise_folded", "blockwise", "vllm", "mxfp4"])
@@ -63,3 +68,22 @@ def test_names_of_a_compiled_model_of_transformers(tmp_path: Path) -> None:
     assert found.keys() == expected.keys()
     save_file(found, tmp_path / "model.safetensors")
     assert load_float8_checkpoint(torch.compile(model), tmp_path) == ([], [])
+
+
+def in_one_graph(experts: Any, x: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    config = experts.float8_experts_config
+    hidden = grouped_linear(x, experts.up, offs, config)
+    return grouped_linear(hidden, experts.down, offs, config)
+
+
+@pytest.mark.parametrize("name", ["rowwise_folded", "mxfp4", "1 x 32 of tensorwise"])
+def test_graphs_of_experts(name: str) -> None:
+    net, offs = experts_of(STORED[name]), torch.tensor([3, 3, 9, 14, 20, 20])
+    compiled = torch.compile(in_one_graph, backend="aot_eager", fullgraph=True)
+    found = []
+    for forward in (in_one_graph, compiled):
+        x = batch(0).requires_grad_()
+        output = forward(net[0], x, offs)
+        output.float().square().mean().backward()
+        found.append((output, x.grad))
+    assert all(map(same_bits, *found))
