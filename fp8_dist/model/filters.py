@@ -84,7 +84,8 @@ class LayerFilter:
         if not shapes:
             return False
         fqn = without_wrappers(fqn)
-        self.reasons[fqn] = self._why_not(module, fqn, shapes)
+        # A part of the model may be converted alone. Its layers have other names there.
+        self.reasons[fqn] = self._why_not(module, self._known.get(module, fqn), shapes)
         return not self.reasons[fqn]
 
     def named(self, fqn: str) -> str:

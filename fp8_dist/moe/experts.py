@@ -190,8 +190,13 @@ def check_arguments(caller: str, module: nn.Module, module_filter_fn: FilterFn |
         raise TypeError(f"{caller}: pass the model, an nn.Module, got {module!r}")
     try:
         if module_filter_fn is not None:
-            signature(module_filter_fn).bind(None, "")
-    except TypeError as error:  # not a function, or a function with other arguments
+            called = signature(module_filter_fn)
+            called.bind(None, "")
+            # skip_head would take the layer for a model, and its FQN for the name of a layer.
+            takes_names = any(p.kind is p.VAR_POSITIONAL for p in called.parameters.values())
+            if takes_names and "__call__" in dir(called.return_annotation):
+                raise TypeError("it returns a function")
+    except TypeError as error:  # not a function, or a function with other arguments or results
         raise TypeError(
             f"{caller}: module_filter_fn must be a function (module, fqn) -> bool, got "
             f"{module_filter_fn!r}; skip_head(model) makes one, and so does lambda module, fqn: "

@@ -47,8 +47,8 @@ def small() -> nn.Module:
 
 
 def tied() -> nn.Module:
-    model = nn.ModuleDict({"words": nn.Embedding(64, 32), "to_words": nn.Linear(32, 64)})
-    model["to_words"].weight = model["words"].weight
+    model = nn.ModuleDict({"words": nn.Module(), "to_words": nn.Linear(32, 64)})
+    model["words"].register_parameter("weight", model["to_words"].weight)
     return model
 
 

@@ -243,6 +243,13 @@ def test_a_model_without_a_head_is_warned_of_once() -> None:
     assert texts == []
 
 
+def test_names_are_those_in_the_model() -> None:
+    """A part that is converted alone has other names, by which ``output`` would be the head."""
+    net = model(attention=model(output=linear(64)), output=linear())
+    convert_to_float8_training(net.attention, module_filter_fn=skip_head(net))
+    assert isinstance(net.attention.output, Float8Linear)
+
+
 def named(net: nn.Module, *names: str) -> set[str]:
     """The layers that are left out because they are named."""
     convert_to_float8_training(net, module_filter_fn=skip_head(net, *names))
