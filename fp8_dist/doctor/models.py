@@ -2,8 +2,9 @@
 
 import pkgutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,27 @@ from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training
 from fp8_dist.text import kind_of
 
 
+def function_named(option: str, path: str) -> Callable[..., Any]:
+    """Return the function that an option of a command names.
+
+    Args:
+        option: such as ``"--model"``.
+        path: ``"MODULE:FUNCTION"``.
+
+    Raises:
+        ValueError: it is no function, or can't be imported.
+    """
+    if ":" not in path:
+        raise ValueError(f"{option} {path}: it is not MODULE:FUNCTION")
+    try:
+        function = pkgutil.resolve_name(path)
+    except Exception as error:  # whatever the import of the module raises
+        raise ValueError(f"{option} {path}: it can't be imported: {_describe(error)}") from error
+    if isinstance(function, nn.Module) or not callable(function):
+        raise ValueError(f"{option} {path}: it is {kind_of(function)}, not a function")
+    return function
+
+
 def build_model(path: str) -> tuple[nn.Module, str]:
     """Build the model that the option ``--model`` names.
 
@@ -30,14 +52,7 @@ def build_model(path: str) -> tuple[nn.Module, str]:
     Raises:
         ValueError: the model can't be built.
     """
-    if ":" not in path:
-        raise ValueError(f"--model {path}: it is not MODULE:FUNCTION")
-    try:
-        function = pkgutil.resolve_name(path)
-    except Exception as error:  # whatever the import of the module raises
-        raise ValueError(f"--model {path}: it can't be imported: {_describe(error)}") from error
-    if isinstance(function, nn.Module) or not callable(function):
-        raise ValueError(f"--model {path}: it is {kind_of(function)}, not a function")
+    function = function_named("--model", path)
     where = "the meta device"
     try:
         with torch.device("meta"):

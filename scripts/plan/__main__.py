@@ -15,8 +15,15 @@ torchao where it is installed (tensorwise, its own styles and precompute).
 
 plans each recipe a second time, with sums over ranks sent in float8, and --weight-format mxfp4
 likewise with 4-bit weights. A model of your own takes tokens [b, s] and returns logits
-[b, s, v], as transformers models do; FSDP2 shards the modules of its outermost ModuleLists. With tp
-it must be a transformers model that declares a tensor-parallel plan.
+[b, s, v], as transformers models do; FSDP2 shards the modules of its outermost ModuleLists.
+
+    python -m scripts.plan --model package.module:function --mesh dp=32,tp=2 --seq-len 4096 \
+        --tp-plan package.module:plan_of --layers 4
+
+plans 4 of its blocks. With tp a transformers model has the tensor-parallel plan that it declares;
+another model has the one that the function of --tp-plan makes from the converted model (and from
+reduce_transport=..., with --reduce-transport), such as fp8_dist.tensor_parallel:llama_tp_plan. bf16
+and the recipes have the same plan.
 
     python -m scripts.plan --model 8b --mesh dp=16 --gpus-per-node 8
 
@@ -53,6 +60,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     text = f"up to {MOST_RANKS:,} ranks; default: dp=2048,tp=8, and dp=8 for a function's model"
     add("--mesh", type=axes, help=text)
     add("--layers", type=positive, help="blocks of the model; default: all")
+    text = "makes the tensor-parallel plan of a function's model, from the converted model"
+    add("--tp-plan", default="", metavar="MODULE:FUNCTION", help=text)
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
@@ -91,6 +100,8 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check the options for a named size of the reference Llama, and add its sizes to them."""
     model, tp, ep = MODELS[args.model], args.mesh["tp"], args.mesh["ep"]
+    if args.tp_plan:
+        parser.error(f"--tp-plan is for a function's model: {args.model} has a plan")
     if model.mixture is None and ep > 1:
         parser.error(f"ep={ep} needs a --model with experts")
     if model.mixture is not None:
@@ -109,17 +120,20 @@ def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check the options for a model MODULE:FUNCTION, which must be convertible in each recipe."""
-    if args.layers is not None or args.mesh["ep"] > 1:
-        parser.error(f"--layers and ep are for {', '.join(MODELS)}")
+    if args.mesh["ep"] > 1:
+        parser.error(f"ep is for {', '.join(MODELS)}")
     tp, own_model = args.mesh["tp"], import_module("scripts.plan.own_model")
+    if args.tp_plan and tp == 1:
+        parser.error("--tp-plan needs a tp of 2 or more in --mesh")
+    args.sizes = own_model.OwnModel(args.model, args.layers, args.tp_plan)
     progress(f"building and converting {args.model}")
     try:
-        args.longest = own_model.longest(own_model.make(args.model))
+        args.longest = own_model.longest(own_model.make(args.sizes))
         for name in args.recipe:
-            own_model.converted(name, args.model, tp, args.reduce_transport)
+            own_model.converted(name, args.sizes, tp, args.reduce_transport)
     except (ValueError, NotImplementedError) as error:
         parser.error(str(error))
-    args.sizes, args.has_peer = args.model, tp == 1
+    args.has_peer = tp == 1
     args.seq_len = args.seq_len or args.longest
     if args.seq_len is None:
         parser.error(f"--model {args.model} does not say how many tokens it takes: give --seq-len")

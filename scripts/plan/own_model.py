@@ -1,5 +1,6 @@
 """A user's model, given as MODULE:FUNCTION, in place of the reference Llama."""
 
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -9,23 +10,67 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from fp8_dist import skip_head
-from fp8_dist.doctor.models import build_model
+from fp8_dist import convert_to_linear, skip_head
+from fp8_dist.doctor.models import build_model, function_named
 from fp8_dist.tensor_parallel import apply_tp_plan
 from fp8_dist.transport import Encoding
 from scripts.common.models import convert
+from scripts.common.recipes import BF16
 
 
 class Unfit(Exception):
     """A step of the model can't be planned."""
 
 
-def make(name: str) -> nn.Module:
-    """The model on the meta device, with its KV cache switched off."""
-    model, _ = build_model(name)
+@dataclass(frozen=True)
+class OwnModel:
+    """A model of the user.
+
+    Attributes:
+        name: MODULE:FUNCTION that makes it.
+        layers: the number of blocks that are kept; None: all.
+        tp_plan: MODULE:FUNCTION that makes its tensor-parallel plan; "": the plan that a
+            transformers model declares.
+    """
+
+    name: str
+    layers: int | None = None
+    tp_plan: str = ""
+
+
+def make(own: OwnModel) -> nn.Module:
+    """The model on the meta device, with its KV cache switched off.
+
+    Raises:
+        ValueError: the model can't be built, or has too few blocks.
+    """
+    model, _ = build_model(own.name)
     if hasattr(config := getattr(model, "config", None), "use_cache"):
         config.use_cache = False
+    if own.layers is not None:
+        keep_first(model, own.layers)
     return model.to("meta")
+
+
+def keep_first(model: nn.Module, count: int) -> None:
+    """Remove all but the first blocks from each of the outermost ModuleLists of a model.
+
+    Raises:
+        ValueError: a list is too short, or there is none.
+    """
+    found = lists(model)
+    shortest = min((len(each) for each in found), default=0)
+    if count > shortest:
+        raise ValueError(f"--layers {count}: the ModuleLists of the model have {shortest} blocks")
+    for each in found:
+        del each[count:]
+
+
+def lists(model: nn.Module) -> list[nn.ModuleList]:
+    """The outermost ModuleLists of a model."""
+    if isinstance(model, nn.ModuleList):
+        return [model]
+    return [found for child in model.children() for found in lists(child)]
 
 
 def longest(model: nn.Module) -> int | None:
@@ -34,26 +79,54 @@ def longest(model: nn.Module) -> int | None:
 
 
 def converted(
-    variant: str, name: str, tp: int, reduce_transport: Encoding
+    variant: str, own: OwnModel, tp: int, reduce_transport: Encoding
 ) -> tuple[nn.Module, dict[str, ParallelStyle]]:
     """The model converted as a candidate is, and its tensor-parallel plan.
 
+    A plan of the user's own is for a converted model, so for bf16 the model is converted, too.
+
     Raises:
-        ValueError, NotImplementedError: the model can't be converted, or declares no plan.
+        ValueError, NotImplementedError: the model can't be converted, or has no plan.
     """
-    model = make(name)
-    convert(variant, model, True, skip_head(model))
+    model, has_plan = make(own), bool(own.tp_plan) and tp > 1
+    recipe = "tensorwise" if has_plan and variant == BF16 else variant
+    convert(recipe, model, True, skip_head(model))
     if tp == 1:
         return model, {}
+    transport = {} if reduce_transport is None else {"reduce_transport": reduce_transport}
+    if has_plan:
+        return model, own_plan(own.tp_plan, model, transport)
     integration = import_module("fp8_dist.integrations.transformers")  # is optional
-    return model, integration.hf_tp_plan(model, reduce_transport=reduce_transport)
+    try:
+        return model, integration.hf_tp_plan(model, **transport)
+    except (ValueError, NotImplementedError) as error:
+        raise ValueError(f"{error}, and name its function by --tp-plan") from error
 
 
-def build(variant: str, name: str, mesh: DeviceMesh, reduce_transport: Encoding) -> nn.Module:
+def own_plan(name: str, model: nn.Module, options: dict[str, Any]) -> dict[str, ParallelStyle]:
+    """Call the function of `--tp-plan`.
+
+    Raises:
+        ValueError: it can't be imported, raises an error, or returns no plan.
+    """
+    function = function_named("--tp-plan", name)
+    try:
+        plan = function(model, **options)
+    except Exception as error:  # of the user's code
+        raise ValueError(f"--tp-plan {name}: {type(error).__name__}: {error}") from error
+    if not isinstance(plan, dict) or not plan:
+        what = "an empty dict" if plan == {} else f"a {type(plan).__name__}"
+        raise ValueError(f"--tp-plan {name}: it returned {what}, not names with parallel styles")
+    return plan
+
+
+def build(variant: str, own: OwnModel, mesh: DeviceMesh, reduce_transport: Encoding) -> nn.Module:
     """The model on a mesh: the counterpart of `scripts.common.models.build`."""
-    model, plan = converted(variant, name, mesh["tp"].size(), reduce_transport)
+    model, plan = converted(variant, own, mesh["tp"].size(), reduce_transport)
     if plan:
         apply_tp_plan(model, mesh["tp"], plan)
+    if variant == BF16:
+        convert_to_linear(model)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     for block in (*blocks(model), model):
         fully_shard(block, mesh=mesh["dp"], mp_policy=policy)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from time import monotonic
 
 import torch
 
@@ -14,7 +15,8 @@ from fp8_dist.text import progress
 from scripts.common.candidates import TORCHAO
 from scripts.common.recipes import BF16
 from scripts.common.report import finish
-from scripts.plan.own_model import Unfit
+from scripts.plan.own_model import OwnModel, Unfit
+from scripts.plan.pace import about
 from scripts.plan.step import PEER, Plan, Step, make_mesh, run_step
 from scripts.plan.tables import axes_table, collectives_table, memory_table, summary_table
 from scripts.plan.world import fake_world
@@ -65,11 +67,13 @@ def run_all(plans: Sequence[Plan]) -> list[Step | str]:
     context.set_forkserver_preload([__name__])
     jobs = min(os.cpu_count() or 1, 4)
     progress(f"planning {len(plans)} steps, {min(jobs, len(plans))} at a time")
+    begin = monotonic()
     with ProcessPoolExecutor(jobs, context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(run_fake, plan) for plan in plans]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()  # the first error ends the run
-            progress(f"{done} of {len(plans)} steps are planned")
+            left = (monotonic() - begin) / done * (len(plans) - done)
+            progress(f"{done} of {len(plans)} steps are planned{about(left)}")
         return [future.result() for future in futures]
 
 
@@ -82,10 +86,10 @@ def run_fake(plan: Plan) -> Step | str:
         with fake_world(plan.ranks):
             return run_step(plan, make_mesh(plan), fake_tensors=True)
     except Exception as error:
-        if isinstance(plan.model, str):
+        if isinstance(plan.model, OwnModel):
             kind = type(error).__name__
             raise Unfit(
-                f"--model {plan.model}: a step of {plan.variant}: {kind}: {error}\n"
+                f"--model {plan.model.name}: a step of {plan.variant}: {kind}: {error}\n"
                 "A model is given tokens [b, s], and must return logits [b, s, v]"
             ) from None
         if plan.variant != PEER:

@@ -37,6 +37,8 @@ from scripts.common.mixture import Router
 from scripts.common.models import after_step, build, experts_of, is_float8
 from scripts.common.saved_bytes import bytes_of, saved_bytes
 from scripts.plan import own_model
+from scripts.plan.own_model import OwnModel
+from scripts.plan.pace import Pace
 from scripts.plan.world import fake
 
 PEER = "torchao tensorwise"
@@ -47,7 +49,7 @@ PHASES = ("precompute", "forward", "backward", "optimizer")
 class Plan:
     """A run to be planned."""
 
-    model: LlamaConfig | str  # sizes of the reference Llama, or MODULE:FUNCTION
+    model: LlamaConfig | OwnModel  # sizes of the reference Llama, or a model of the user
     axes: dict[str, int]  # sizes of the mesh's axes
     batch_size: int  # sequences per data-parallel rank
     seq_len: int
@@ -132,7 +134,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
     """
     wire, model, admits = plan.reduce_transport, nn.Module(), is_float8
     progress(f"{plan.name}: building the model")
-    if isinstance(plan.model, str):
+    if isinstance(plan.model, OwnModel):
         model = own_model.build(plan.variant, plan.model, mesh, wire)
         admits = skip_head(model)
     else:
@@ -171,10 +173,11 @@ def _step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> Step:
     tokens = torch.zeros(size, dtype=torch.int64, device=on)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     step, losses = Step(), []
+    pace = Pace(plan.name, own_model.blocks(model))
 
     @contextmanager
     def phase(name: str) -> Iterator[None]:
-        progress(f"{plan.name}: {name}")
+        pace.phase(name)
         with TimedAudit(mesh, plan) as audit:
             yield
         step.seconds += audit.seconds

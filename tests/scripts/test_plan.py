@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,13 @@ from ranks import RankPool, RankPools, device_mesh
 from torch import nn
 
 from fp8_dist.debug import CommRow
+from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
-from scripts.plan import run
+from scripts.plan import pace, run
+from scripts.plan.own_model import OwnModel
 from scripts.plan.step import PEER, Plan, Step, TimedAudit, make_mesh, run_step
 from scripts.plan.world import fake_world
 
@@ -37,7 +40,7 @@ PACKED_OR_NOT = ("mxfp8", "mxfp8+mxfp4")
 BLOCKS = 3
 
 
-class OwnModel(nn.Module):
+class Blocks(nn.Module):
     """A model for --model: tokens [b, s] in, logits [b, s, v] out."""
 
     def __init__(self) -> None:
@@ -59,6 +62,23 @@ class OwnModel(nn.Module):
         return logits
 
 
+def own_plan(model: nn.Module, **options: Any) -> dict[str, Any]:
+    """The plan of Blocks; row-parallel sums are encoded as `options` say."""
+    plan: dict[str, Any] = {}
+    for i in range(len(model.blocks)):
+        plan[f"blocks.{i}.0"] = Float8ColwiseParallel()
+        plan[f"blocks.{i}.1"] = Float8RowwiseParallel(**options)
+    return plan
+
+
+def no_plan(model: nn.Module) -> list[str]:
+    return ["blocks.0"]
+
+
+def plan_that_fails(model: nn.Module) -> None:
+    raise KeyError("w1")
+
+
 def hf_llama() -> nn.Module:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": BLOCKS}
@@ -66,10 +86,13 @@ def hf_llama() -> nn.Module:
     return transformers.LlamaForCausalLM(config)
 
 
-OWN, HF = f"{__name__}:OwnModel", f"{__name__}:hf_llama"
+OWN, HF, PLAN = (f"{__name__}:{name}" for name in ("Blocks", "hf_llama", "own_plan"))
+SHORT = OwnModel(OWN, layers=2, tp_plan=PLAN)
 PLANS = [
-    Plan(OWN, DP, 2, 32, "rowwise_folded"),
-    Plan(HF, DP_TP, 2, 32, "tensorwise"),
+    Plan(OwnModel(OWN), DP, 2, 32, "rowwise_folded"),
+    Plan(OwnModel(HF), DP_TP, 2, 32, "tensorwise"),
+    *(Plan(SHORT, DP_TP, 2, 32, variant) for variant in ("bf16", "tensorwise")),
+    Plan(SHORT, DP_TP, 2, 32, "tensorwise", None, "float8"),
     *(Plan(SMALL, DP_TP, 2, 32, variant) for variant in ("bf16", *PEERS)),
     Plan(SMALL, DP_TP, 2, 32, "delayed", "bf16", "float8", gpus_per_node=2),
     *(Plan(SMALL, DP, 2, 32, variant) for variant in PACKED_OR_NOT),
@@ -82,8 +105,8 @@ PLANS = [
 
 def plan_name(plan: Plan) -> str:
     mesh = "-".join(f"{name}{size}" for name, size in plan.axes.items())
-    if isinstance(plan.model, str):
-        return f"{plan.name}-{mesh}-{plan.model}"
+    if isinstance(plan.model, OwnModel):
+        return f"{plan.name}-{mesh}-{plan.model.name}"
     return f"{plan.name}-{mesh}-ffn{plan.model.ffn_dim}-{plan.model.latent and 'latent'}"
 
 
@@ -135,8 +158,9 @@ def test_a_plan_counts_what_real_ranks_count(
     if plan.axes["tp"] == 1:  # with TP, norms are on all ranks
         assert kept == 4 * fake.parameters
     assert fake.weights == real[0].weights
-    if isinstance(model, str):
-        assert (fake.weights, fake.blocks) == ((7 if model == HF else 2) * BLOCKS, BLOCKS)
+    if isinstance(model, OwnModel):
+        count = model.layers or BLOCKS
+        assert (fake.weights, fake.blocks) == ((7 if model.name == HF else 2) * count, count)
         return
     if model.latent is None:  # q, k, v, o, and three in the feed-forward
         assert (fake.weights, fake.blocks) == (7 * model.n_layers, model.n_layers)
@@ -190,6 +214,23 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             f"--model {HF} --seq-len 33 --mesh dp=2",
             "--seq-len 33 is above the model's max_seq_len=32",
         ),
+        (f"--tp-plan {PLAN} --mesh tp=2", "--tp-plan is for a function's model: 405b has a plan"),
+        (
+            f"--model {OWN} --tp-plan {PLAN} --mesh dp=2",
+            "--tp-plan needs a tp of 2 or more in --mesh",
+        ),
+        (
+            f"--model {OWN} --mesh tp=2 --tp-plan {__name__}:no_plan",
+            f"--tp-plan {__name__}:no_plan: it returned a list, not names with parallel styles",
+        ),
+        (
+            f"--model {OWN} --mesh tp=2 --tp-plan {__name__}:plan_that_fails",
+            f"--tp-plan {__name__}:plan_that_fails: KeyError: 'w1'",
+        ),
+        (
+            f"--model {OWN} --mesh dp=2 --layers 4",
+            "--layers 4: the ModuleLists of the model have 3 blocks",
+        ),
     ],
 )
 def test_options_that_are_refused(
@@ -216,6 +257,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     count = 3 + len(PEERS)
     assert f"planning {count} steps, " in said.err
     assert f"{count} of {count} steps are planned\n" in said.err
+    assert f"\n1 of {count} steps are planned, about " in said.err
     found = tables_of(said.out)
     assert found.keys() == {"summary", "axes", "collectives", "memory"}
     summary = {line[0]: line for line in found["summary"]}
@@ -274,13 +316,41 @@ def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     own = ["--model", HF, "--recipe", "mxfp8", "--weight-format", "mxfp4"]
     assert plan.parse_args(own).mesh == {"dp": 8, "tp": 1}
     args = plan.parse_args([*own, "--mesh", "dp=2,tp=4"])
-    assert (args.sizes, args.seq_len) == (HF, 32)
+    assert (args.sizes, args.seq_len) == (OwnModel(HF), 32)
     variants = [each.variant for each in run.plans_of(args)]
     assert variants == ["mxfp8", "mxfp8+mxfp4", "bf16"]  # torchao has no plan for tp
     missing = refused(capsys, "--model", f"{__name__}:nothing")
     assert "it can't be imported: AttributeError: module" in missing
     unplanned = refused(capsys, "--model", OWN, "--mesh", "tp=2")
     assert "it declares no plan: neither _tp_plan nor base_model_tp_plan" in unplanned
+    assert unplanned.endswith("for apply_tp_plan, and name its function by --tp-plan")
+    own = ["--model", OWN, "--mesh", "tp=2", "--tp-plan", PLAN, "--layers", "2", "--seq-len", "16"]
+    assert plan.parse_args(own).sizes == SHORT
+
+
+def test_a_step_says_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first block takes 50 s, each other one 4 s."""
+    times = iter([0.0, 50.0, 54.0, 58.0, 62.0, 66.0])
+    monkeypatch.setattr(pace, "monotonic", lambda: next(times))
+    model = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))
+    step = pace.Pace("tensorwise", [*model])
+    step.phase("forward")
+    for block in model:
+        block(torch.ones(2))
+    step.phase("backward")
+    step.phase("optimizer")
+    assert_expected_inline(
+        capsys.readouterr().err,
+        """\
+tensorwise: forward
+tensorwise: block 2 of 5, about 42 s left
+tensorwise: block 5 of 5, about 30 s left
+tensorwise: backward, about 30 s left
+tensorwise: optimizer, about 8 s left
+""",
+    )
 
 
 def test_steps_that_stop(
