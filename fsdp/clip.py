@@ -46,9 +46,9 @@ def clip_grad_norm_(
         the meshes.
 
     Collectives: for each set of axes on which gradients are sharded, an all-reduce of one number.
-    With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8 bytes per fold (2 up to 2 ** 25
-    elements, 3 up to 2 ** 31) instead. Where no process group has all ranks of a set of axes, each
-    of these is one all-reduce per axis. Before that, Partial gradients are all-reduced.
+    With ``exact``, an all-reduce (MAX) of 4 bytes and one (SUM) of 8 bytes per fold (2 up to
+    2 ** 25 elements, 3 up to 2 ** 31) instead. Where no process group has all ranks of a set of
+    axes, each of these is one all-reduce per axis. Before that, Partial gradients are all-reduced.
 
     Raises:
         ValueError: a ``norm_type`` that is not positive; ``exact`` with one other than 2, or with

@@ -174,8 +174,9 @@ def _line_chart(runs: Sequence[Run], metric: str) -> Captioned:
     figure, axes = _chart()
     shown = units.shown(metric, runs)
     for i, run in enumerate(runs):
-        points = [(row["step"], row[metric] / shown.divisor) for row in run.metrics if metric in row]
-        if points:
+        rows = [row for row in run.metrics if metric in row]
+        if rows:
+            points = [(row["step"], row[metric] / shown.divisor) for row in rows]
             _plot(axes, points, run.name, color(i))
             _mark(axes, run.anomalies)
     return shown.label, _picture(figure)

@@ -27,8 +27,8 @@ class Shown:
 def shown(metric: str, runs: Sequence[Run]) -> Shown:
     """Return the label of a metric of some runs, and its scale.
 
-    A metric whose name ends in ``_bytes``, and for which no run has a unit, gets that of its largest
-    value, such as MB.
+    A metric whose name ends in ``_bytes``, and for which no run has a unit, gets that of its
+    largest value, such as MB.
     """
     unit = next(filter(None, (run.config.get("units", {}).get(metric) for run in runs)), "")
     if unit or not metric.endswith(_OF_BYTES):

@@ -73,7 +73,7 @@ def loss_difference(baseline: dict[str, Any], run: dict[str, Any]) -> float:
 def report(baseline: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     """The comparison and its verdicts as text."""
     of = f"of {baseline['name']}'s"
-    head = ["a step of a rank", "gathers, MB", of, "all collectives, MB", of]
+    head = ["run", "gathers of a step, MB", of, "all collectives, MB", of]
     head += [f"loss, last {LAST_STEPS} steps", f"above {baseline['name']}'s"]
     rows = [
         [

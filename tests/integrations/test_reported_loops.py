@@ -32,6 +32,9 @@ FSDP2, TRAINER, LIGHTNING, LOGGERS = re.findall(
     r"^```python\n(.*?)^```", (ROOT / "docs/report.md").read_text(), re.DOTALL | re.MULTILINE
 )
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+# The pixels of the letters of a chart: matplotlib's 9 points, which are 12 pixels where the picture
+# has the size that it was drawn in.
+SMALLEST_LETTERS = "image => 12 * image.width / image.naturalWidth"
 ANOMALY = "float8_stats: |record: "
 STEPS, FAULT = 21, 20  # the step of the fault, whose casts are recorded
 
@@ -192,7 +195,24 @@ def test_a_browser_shows_them(runs: list[Path], browser_page: Page, tmp_path: Pa
     ):
         page.emulate_media(color_scheme=theme)
         assert page.evaluate(colors) == shown
+    # The width is used by charts and tables, in letters that can be read, and nothing is cut off.
+    for width in (1280, 1920):
+        page.set_viewport_size({"width": width, "height": 900})
+        for selector in (".charts", "#summary table", "#worst", "#collectives table", ".maps"):
+            for box in page.locator(f"{selector}:visible").all():
+                assert box.bounding_box()["width"] >= 0.96 * (width - 48), selector
+        charts = page.locator(".charts figure").all()
+        boxes = [chart.bounding_box() for chart in charts]
+        assert max(box["x"] + box["width"] for box in boxes) >= 0.96 * (width - 24)
+        pictures = page.locator("figure:visible img").all()
+        letters = [page.evaluate(SMALLEST_LETTERS, each.element_handle()) for each in pictures]
+        assert min(letters) >= 9
+        assert max(letters) <= 18
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+    # A header may wrap between words, not within them.
+    words = page.locator("#summary th").all_inner_texts()
+    assert not any("_" in word for word in words)
+    assert page.locator("#colors .run").all_inner_texts() == ["first", "lightning"]
     # Maps with a fault are not collapsed.
     assert page.locator("details:has-text('input as') img").first.is_visible()
-    assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
     assert problems == []

@@ -1,17 +1,20 @@
 """The commands of the README: their options and the environment that they create."""
 
 import os
+import pty
 import re
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 import pytest
 from operator_calls import operator_calls
 from processes import run
 
-from scripts.train import quickstart
+from scripts.train import compare, quickstart
 from scripts.train.quickstart import ROOT
 
 
@@ -31,12 +34,13 @@ def test_bf16_is_no_float8_recipe(capsys: pytest.CaptureFixture[str], text: Path
     assert capsys.readouterr().err.count(message) == 1
 
 
-def test_transports_are_those_of_the_float8_run(text: Path) -> None:
-    """The bf16 run has no transports; it is the baseline for bytes."""
+def test_transports_and_statistics_are_those_of_the_float8_run(text: Path) -> None:
+    """The bf16 run has no transports, and no casts; it is the baseline for bytes."""
     wire = ["--gradient-transport", "float8", "--reduce-transport", "float8"]
     args = quickstart.parse_args(["--data", "text.txt", *wire])
     bf16, float8 = quickstart.runs_of(args)
     assert (bf16.recipe, bf16.gradient_transport, bf16.reduce_transport) == ("bf16", None, None)
+    assert (bf16.stats_every, bf16.record, args.stats_every) == (None, None, 10)
     assert vars(float8) == vars(args) | {"out": args.out / "tensorwise"}
 
 
@@ -56,28 +60,60 @@ def test_a_third_run_sends_sums_in_float8_where_it_can(text: Path) -> None:
         assert len(quickstart.runs_of(args)) == 2
 
 
+NAMES = ["bf16", "tensorwise", "tensorwise-float8-sums"]
+PAGE = ROOT / "docs/quickstart.md"
+
+
+def table_in(text: str) -> list[list[str]]:
+    """The cells of the first Markdown table in a text, without its rule."""
+    lines = [line.strip() for line in text.splitlines()]
+    first = next(i for i, line in enumerate(lines) if line.startswith("| run "))
+    rows = [*takewhile(lambda line: line.startswith("|"), lines[first:])]
+    cells = [row.strip("|").split("|") for row in rows if "---" not in row]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
 def test_the_runs_and_their_comparison(text: Path) -> None:
-    """Run the command with few steps and without installation. The page shows its collectives."""
+    """Run the command with few steps and without installation; the page shows what it prints.
+
+    Bytes are the same in every step, and on every machine. Losses depend on both.
+    """
     text.write_text(text.read_text() * 9)
-    argv = "--data text.txt --out base --steps 2"
+    argv = "--data text.txt --out base --steps 2 --stats-every 2"
     done = run(
         [sys.executable, "-P", "-m", "scripts.train.quickstart", *argv.split()],
         env=dict(os.environ, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES=""),
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs/quickstart.md").read_text()
+    # One bar for each run, and no warnings of torch.
+    shown = filter(None, re.split(r"[\r\n]+", done.stderr))
+    assert [*dict.fromkeys(re.sub(r": +\d+%\|.*", "", line) for line in shown)] == NAMES
+    page = PAGE.read_text()
     table, _, _ = Path("base/tensorwise/comm.txt").read_text().partition("\n\n")
     assert f"{indent(table, '    ')}\n\n" in page
-    # For each run: bytes of gathers and of all collectives, each also as a ratio to bf16.
-    sizes = re.compile(r"^ *\| ((?:bf16|tensorwise)[^|]*(?:\| +[\d,.]+ ){4})", re.MULTILINE)
-    found = sizes.findall(done.stdout)
-    assert len(found) == 3
-    assert found == sizes.findall(page)
+    assert done.stdout.count("| --") == 1
+    printed, documented = table_in(done.stdout), table_in(page)
+    assert printed[0] == documented[0]
+    assert [row[0] for row in printed[1:]] == NAMES
+    # The name; MB of gathers and of all collectives, each also as a ratio to bf16's.
+    assert [row[:5] for row in printed] == [row[:5] for row in documented]
     for line in ("send 0.56 of", "sends 0.78,", "sends 0.49."):
         assert line in page
-    for name in ("bf16/metrics.jsonl", "tensorwise-float8-sums/comm.txt", "report.html"):
+    for name in ("bf16/metrics.jsonl", "tensorwise-float8-sums/comm.txt"):
         assert Path("base", name).stat().st_size > 0
+    report = Path("base/report.html").read_text()
+    assert report.count("in the casts of 1 recorded steps") == 2
+    assert "No casts were recorded" not in report
+
+
+def test_losses_of_the_page_are_as_expected() -> None:
+    """The relative differences are those of the losses beside them, and the verdict is true."""
+    _, bf16, *others = table_in(PAGE.read_text())
+    for row in others:
+        difference = float(row[5]) / float(bf16[5]) - 1
+        assert row[6] == f"{difference:+.2%}"
+        assert abs(difference) <= compare.MAX_DIFFERENCE
 
 
 def script(name: str, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -154,6 +190,46 @@ def test_environment_is_made_once_and_relative_to_the_current_folder(tmp_path: P
     ]
     again = ensure_env(tmp_path, FP8_DIST_VENV="venv")
     assert again.stdout == f"PY={tmp_path}/venv/bin/python\n"
+
+
+def installed(folder: Path, pip: str, stdout: int = subprocess.PIPE) -> Any:
+    """Call pip_install with an interpreter that runs the lines `pip`."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/bash\n{pip}\n")
+    python.chmod(0o755)
+    call = f"source '{ROOT}/scripts/env.sh'; PY={python}; pip_install torch"
+    env = dict(os.environ, FP8_DIST_VENV=str(folder))
+    command = ["bash", "-c", call]
+    return subprocess.run(
+        command, env=env, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+    )
+
+
+def test_pip_says_little_unless_it_fails(tmp_path: Path) -> None:
+    works = 'echo "Collecting $9"; echo "  Downloading torch.whl (190 MB)"; sleep 1.5'
+    done = installed(tmp_path, works)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    # On a terminal one line changes, and goes in the end.
+    terminal, at_its_end = pty.openpty()
+    done = installed(tmp_path, works, stdout=at_its_end)
+    os.close(at_its_end)
+    shown = os.read(terminal, 10_000).decode().split("\r\033[K")
+    os.close(terminal)
+    assert done.returncode == 0
+    assert re.fullmatch(r"   \d+ s: Downloading torch\.whl \(190 MB\)", shown[1])
+    assert (shown[0], shown[-1]) == ("", "")
+    done = installed(tmp_path, 'echo "Collecting torch"; echo "ERROR: no space left" >&2; exit 2')
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "Collecting torch\nERROR: no space left\n"
+
+
+def test_without_a_terminal_it_is_heard_now_and_then(tmp_path: Path) -> None:
+    words = "(echo Collecting torch; sleep 2.5) | last_line 1"
+    call = ["bash", "-c", f"source '{ROOT}/scripts/env.sh'; {words}"]
+    done = subprocess.run(call, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert 1 <= len(lines) <= 3
+    assert all(re.fullmatch(r"   \d s: Collecting torch", line) for line in lines)
 
 
 def test_environments_that_can_not_be_made(tmp_path: Path) -> None:

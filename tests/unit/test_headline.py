@@ -122,7 +122,7 @@ def test_the_page_and_the_command_begin_with_it(
     for doing in ("reading", "replaying", "drawing"):
         assert f"{doing} " in progress
     text = (tmp_path / "bad" / "report.html").read_text(encoding="utf-8")
-    (verdict,) = re.findall('<div id="verdict">(.*?)<table id="summary">', text, re.S)
+    (verdict,) = re.findall('<div id="verdict">(.*?)<div id="summary"', text, re.S)
     assert (
         verdict.index("step 9, rank 0") < verdict.index("debug.replay") < verdict.index("<details")
     )

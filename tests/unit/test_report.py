@@ -13,12 +13,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from reference import json_lines, raised
 from torch import nn
 
 from fp8_dist import Float8LinearConfig, convert_to_float8_training
 from fp8_dist.debug import Anomaly, AnomalyLimits, GemmStats, float8_stats
-from fp8_dist.report import RunWriter, data, figures, page
+from fp8_dist.report import RunWriter, data, figures, page, units
 from fp8_dist.report import __main__ as command
 
 LAYERS = [f"layers.{block}.{name}" for block in range(2) for name in ("wq", "w1", "w2")]
@@ -106,7 +107,7 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
         "grad_norm is not finite in 2 steps, first in 18. 1 anomaly, the first in "
         f"step 10: {SPIKE}, input (for output): 61 % of the values become zero.</details>",
         "<td>20 of 20</td>",
-        '<td>all_gather</td><td>dp</td><td>torch.bfloat16</td><td class="right">2</td>',
+        "<td>all_gather</td><td>dp</td><td>bfloat16</td><td>2</td><td>8 B</td><td>8 B</td>",
         "<summary>input as float8_e4m3fn, scaled per tensor, for output and grad_weight</summary>",
         "<summary>grad_output as float8_e5m2, scaled per tensor, for grad_input</summary>",
         "<summary>result of the output GEMM</summary>",
@@ -117,10 +118,10 @@ def test_page_of_a_whole_run(tmp_path: Path) -> None:
     assert len(pictures) == 3 + 2 + 3 + 1 + 1
     folded = re.findall("<details( open)?>\n<summary>", page)
     assert folded == [" open", " open", ""]  # the GEMMs are far from their limit
-    assert "loss, nats per token" in pictures[0]
+    assert "<figcaption>loss, nats per token</figcaption>" in page
     assert all(f">{SPIKE}</text>" in picture for picture in pictures[5:])
     # Links of anomalies lead to the pictures of their layers.
-    (table,) = re.findall('<table id="anomalies">.*?</table>', page, re.S)
+    (table,) = re.findall('<table id="anomalies".*?</table>', page, re.S)
     assert re.findall('href="#([^"]*)"', table) == ["layer-0-1"]
     assert page.count('id="layer-0-1"') == 1
     # It needs nothing else.
@@ -132,12 +133,20 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, **{"lr": n}) for n, name in enumerate(("first", "second"))]
     page, pictures = page_of(*runs)
     assert "<h1>first, second</h1>" in page
+    captions = re.findall("<figcaption>(.*?)</figcaption>", page)
+    assert captions[0] == "loss minus first&#39;s (bold: median of the last 20 steps)"
     for name in ("first", "second"):
-        assert f">{name}</text>" in pictures[0]
-        assert sum(f">{name}: SQNR: signal to" in picture for picture in pictures) == 3
-    assert ">loss minus first's; bold: median of the last 20</text>" in pictures[0]
+        assert sum(caption.startswith(f"{name}: SQNR: signal to") for caption in captions) == 3
     assert '<tr class="differs"><th>lr</th><td>0</td><td>1</td></tr>' in page
-    assert "<tr><th>recipe</th><td>tensorwise</td><td>tensorwise</td></tr>" in page
+    assert "<div><dt>recipe</dt> <dd>tensorwise</dd></div>" in page
+    # One legend above all charts, where it covers no curve; in the colors of the curves.
+    (legend,) = re.findall('<p id="colors">(.*?)</p>', page)
+    assert re.findall('"></span>(.*?)</span>', legend) == ["first", "second"]
+    colors = re.findall("background: (#[0-9a-f]{6})", legend)
+    assert len({*colors}) == 2
+    for picture in pictures[:4]:
+        assert all(f"stroke: {color}" in picture for color in colors)
+        assert "legend" not in picture
     assert 'href="#layer-1-1"' in page
     (tmp_path / "a").mkdir()
     again = write_run(tmp_path / "a" / "first")
@@ -151,13 +160,13 @@ def test_metrics_that_are_rare_or_never_positive(tmp_path: Path) -> None:
         rare = {"eval_loss": 2.25} if step == 10 else {}
         writer.log(step, reward=-1.5 - step / 10, zero=0, nan=math.nan, **rare)
     page, pictures = page_of(tmp_path / "run")
-    (table,) = re.findall('<table id="summary">.*?</table>', page, re.S)
+    (table,) = re.findall('<div id="summary".*?</table>', page, re.S)
     assert "No casts were recorded." in page
-    cells = re.findall("<t[hd]>(.*?)</t", table.replace("<wbr>", ""))
+    cells = re.findall("<t[hd]>(.*?)</t", table)
     seconds = cells.pop(-2)
     assert 0 < float(seconds) < 1
     assert cells == [
-        *("run", "logged steps", "reward", "zero", "nan", "eval_loss", "seconds_per_step"),
+        *("run", "logged steps", "reward", "zero", "nan", "eval loss", "seconds per step"),
         "anomalies",
         *("run", "60, up to step 590 of 600", "-51", "0", "NaN since step 0", "2.25", "0"),
     ]
@@ -284,12 +293,13 @@ def test_maps_are_loud_where_anomalies_are_near() -> None:
     assert drawn({"amax": 2.0**6}) == (2, True)
     assert drawn({"amax": 2.0**-6}) == (1, False)  # lower for a step is not a jump after it
     assert drawn({"amax": 2.0**6}, step=0) == (1, False)
+    assert drawn({"underflow": 0.9}) == (1, False)  # a map of it would be blank
     assert drawn({"amax": "NaN", "sqnr": "NaN", "nonfinite": 1.0}) == (1, True)
 
 
 def test_the_worst_layers_are_named(tmp_path: Path) -> None:
     page, pictures = page_of(write_run(tmp_path / "run"))
-    (table,) = re.findall('<table id="worst">.*?</table>', page, re.S)
+    (table,) = re.findall('<table id="worst".*?</table>', page, re.S)
     rows = [re.findall("<td.*?>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
     inputs = "input as float8_e4m3fn, scaled per tensor, for output and grad_weight"
     gradients = "grad_output as float8_e5m2, scaled per tensor, for grad_input"
@@ -328,7 +338,54 @@ def test_faults_come_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said[0] == "fine: no fault found. No anomalies in the casts of 1 recorded steps."
     assert said[1].startswith(f"odd: step 10, rank 0, {SPIKE}: input (for output): 61 %")
     assert said[2].startswith(f"wrong: step 16, rank unknown, {BROKEN}: ")
-    assert "<td>5.1 MB; 6.7 in bf16</td>" in page
+    header = "<th>a step sends</th><th>in bf16 it would send</th>"
+    assert header in page
+    assert "<td>5.1 MB</td><td>6.7 MB</td>" in page
+    assert "in bf16, the same collectives would carry two bytes in place of each float8" in page
+
+
+def test_collectives_stand_side_by_side(tmp_path: Path) -> None:
+    """A row for each kind, with the counts and sizes of each run that has it."""
+    kinds = {
+        "bf16": [COMM | {"count": 2, "bytes": 3_608_832, "bf16_bytes": 3_608_832}],
+        "float8": [
+            COMM | {"dtype": "torch.float8_e4m3fn", "bytes": 999_999, "bf16_bytes": 1_999_998},
+            COMM | {"in_mixed_gather": True},
+        ],
+    }
+    for name, rows in kinds.items():
+        write_run(tmp_path / name)
+        (tmp_path / name / "comm.json").write_text(json.dumps(rows))
+    names, table = page.collectives(data.read_runs([tmp_path / name for name in kinds])) or ([], [])
+    assert names == ["bf16", "float8"]
+    assert_expected_inline(
+        "\n".join(" | ".join([*kind, *(cell or "-" for cell in cells)]) for kind, cells in table),
+        """\
+all_gather | dp | bfloat16 | 2 | 3.61 MB | 3.61 MB | - | - | -
+all_gather | dp | float8_e4m3fn | - | - | - | 1 | 1 MB | 2 MB
+all_gather | dp | bfloat16 | - | - | - | + | 4 B | 4 B""",
+    )
+
+
+def test_numbers_are_readable() -> None:
+    """Names in words, sizes with a unit, a few digits, and no power of ten over an axis."""
+    rows = [{"step": 1, "memory_bytes": 340_322_304.0, "lr_bytes": math.nan}]
+    runs = [data.Run("a", metrics=rows), data.Run("b", config={"units": {"io_bytes": "pages"}})]
+    names = ("memory_bytes", "lr_bytes", "io_bytes", "tokens_per_second")
+    assert [units.shown(name, runs) for name in names] == [
+        units.Shown("memory, MB", 1e6),
+        units.Shown("lr, B"),
+        units.Shown("io bytes, pages"),
+        units.Shown("tokens per second"),
+    ]
+    assert page.shown_metric(runs[0], "memory_bytes", 1e6) == "340.3"
+    sizes = [units.size(count) for count in (0, 999, 4096, 999_999, 5_516_584, 3 * 10**12)]
+    assert sizes == ["0 B", "999 B", "4.1 kB", "1 MB", "5.52 MB", "3 TB"]
+    shown = [units.figure(x) for x in (2.40864, 1637.6, -51.25, 0.0001313, 1e16, math.inf)]
+    assert shown == ["2.409", "1,638", "-51.25", "0.0001313", "1e+16", "inf"]
+    ticks = [units.tick(x) for x in (0, 0.30000000000000004, 1500, -2.5e6, 3.4e8, 1e-5)]
+    assert ticks == ["0", "0.3", "1,500", "-2.5M", "340M", "1e-05"]
+    assert [page.columns(charts) for charts in range(1, 11)] == [2, 2, 3, 4, 3, 3, 4, 4, 3, 4]
 
 
 def test_seconds_per_step(tmp_path: Path) -> None:
@@ -356,6 +413,8 @@ def test_the_verdict_on_a_loss(tmp_path: Path) -> None:
         return " ".join(page.verdict(run, baseline))
 
     assert sentence("base", 0.0) == "No casts were recorded."
+    in_bf16 = data.Run("bf16", config={"float8_layers": []})
+    assert [*page.verdict(in_bf16, in_bf16)] == ["It has no float8 layers."]
     over = "Over the last 20 common steps the loss minus base's is "
     assert sentence("above", 0.03, 0.01).startswith(f"{over}+0.02 (median).")
     assert sentence("below", 0.028, -0.032).startswith(f"{over}-0.002 (median).")
