@@ -67,7 +67,7 @@ class Weight(NamedTuple):
         return self.layout._replace(placements=(columns,), shape=shape)
 
 
-def operand_of(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
+def weight_operand(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
     """The operand of a weight that code of a user passes, cast unless it is stored in float8.
 
     Collectives: as :func:`cast_weight`; for a stored weight, those of its owner's ``operand``.

@@ -12,7 +12,7 @@ from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe.config import DEFAULT, Float8ExpertsConfig
 from fp8_dist.moe.dispatch import Routing
-from fp8_dist.moe.functions import Weight, combined_product, grouped_product, operand_of
+from fp8_dist.moe.functions import Weight, combined_product, grouped_product, weight_operand
 from fp8_dist.moe.operators import add_bias
 
 
@@ -140,7 +140,7 @@ def _operands(
             raise ValueError(
                 f"{caller}: the weights have {len(given[0])} and {len(weight)} experts"
             )
-    operands = [operand_of(weight, config) for weight in given]
+    operands = [weight_operand(weight, config) for weight in given]
     shape = tuple(operands[0].tensor.shape)
     if bias is not None and len(operands) > 1:
         raise ValueError(f"{caller}: bias is for a single weight; add the biases afterwards")
