@@ -85,7 +85,7 @@ def test_refusals_on_one_axis() -> None:
     text = raised(ValueError, lambda: fully_shard(net, mesh=device_mesh(dp=2)))
     assert text.startswith(
         "0: FSDP2 would gather this weight in float8 for all its users, but it is also the weight "
-        "of a Embedding that is not converted; leave"
+        "of an Embedding that is not converted; leave"
     )
     late = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16, bias=False))
     fully_shard(late, mesh=device_mesh(dp=2))

@@ -413,9 +413,9 @@ def test_unknown_modules() -> None:
         """\
 model.layers.*.self_attn: the styles colwise, replicated_with_grad_allreduce do not make a block, of layers that read its input and layers that write its output
 model.layers.*.self_attn.o_proj: a Linear in a divided block, without a style
-model.layers.*.self_attn.v_norm: a RMSNorm in a divided block, without a style
+model.layers.*.self_attn.v_norm: an RMSNorm in a divided block, without a style
 model.layers.*.mlp.gain: a Linear in a divided block, without a style
-model.layers.*.mlp.norm: a RMSNorm in a divided block, without a style
+model.layers.*.mlp.norm: an RMSNorm in a divided block, without a style
 model.layers.*: parameters of its own: ['gain']
 model.layers.*.adapter: a Linear without a style
 model.projection: a Linear beside the layers
