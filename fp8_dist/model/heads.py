@@ -47,7 +47,7 @@ def is_adapter(fqn: str) -> bool:
 
 
 def heads(model: nn.Module, others: Collection[nn.Module]) -> dict[nn.Module, str]:
-    """Return the heads of a model, and the modules in them, with the signs that they are.
+    """Return the heads of a model, and the modules in them, each with the sign that decided.
 
     Args:
         model: the model.
