@@ -195,8 +195,12 @@ def checks(results: Sequence[Result]) -> str:
         right, *others = tally(found)
         lines.append([stage, *map(str, (right - skipped, *others, skipped))])
     head = ["stage", "went well", "wrong", "without a result", "not begun", "skipped"]
-    bad = [r for r in of_cases(results) if r.wrong or r.error]
-    return "\n".join([table(head, lines, "lr"), "", *(f"- {r.text()}" for r in bad)]).rstrip()
+    return "\n".join([table(head, lines, "lr"), "", *bad(results)]).rstrip()
+
+
+def bad(results: Sequence[Result]) -> list[str]:
+    """A line for each case that is wrong or has no result."""
+    return [f"- {r.text()}" for r in of_cases(results) if r.wrong or r.error]
 
 
 def machines(results: Sequence[Result]) -> str:
@@ -216,8 +220,8 @@ def machines(results: Sequence[Result]) -> str:
 def sections(results: Sequence[Result]) -> Iterator[tuple[str, str]]:
     """Yield the title and text of each section."""
     yield "Verdict", verdict(results).replace("\n", "\n\n")
-    yield "Machine", machines(results)
     yield "Cases", checks(results)
+    yield "Machine", machines(results)
     for stage, title in TITLES.items():
         found = [r for r in results if r.stage == stage and not r.error]
         tables = candidates(found)

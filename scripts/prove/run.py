@@ -1,12 +1,18 @@
 """A run of `scripts.prove` on a rank: its stages, its page and its exit status."""
 
 import argparse
+import json
+import os
+import time
 from importlib import import_module
+from pathlib import Path
 
 from scripts.prove import page
 from scripts.prove.results import read
 from scripts.prove.runner import Runner
 from scripts.prove.stages import STAGES
+
+SHOWN = 10  # lines of cases without a right result, before the verdict
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,7 +38,21 @@ def run(args: argparse.Namespace) -> int:
         results = page.latest([runner.results])
         figure = "page.svg" if page.draw(results, args.out / "page.svg") else ""
         (args.out / "page.md").write_text(page.text(results, figure))
-        print(f"\n{page.verdict(results)}\n\n{args.out}/page.md has all tables. ", end="")
-        print(f"{runner.results} has all readings: send this file.", flush=True)
+        print(f"\n{args.out}/page.md has all tables. ", end="")
+        print(f"{runner.results} has all readings: send this file.\n")
+        verdict = "\n".join([*page.bad(results)[-SHOWN:], page.verdict(results)])
+        print(verdict, flush=True)
         status = int(page.fails(results, chosen))
+        if status:
+            tell_launcher(verdict)
     return runner.agree(status)
+
+
+def tell_launcher(text: str) -> None:
+    """Let torchrun end its own report of the failure with a text.
+
+    It prints the report after all output of the ranks, so that what they say scrolls away.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"timestamp": str(int(time.time()))}
+        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))

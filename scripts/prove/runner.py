@@ -95,10 +95,13 @@ class Runner:
         return choose_device(*self._local)[0]
 
     def agree(self, status: int) -> int:
-        """Return rank 0's status, on all ranks."""
+        """Return rank 0's status on the first rank of each node, and 0 on the others.
+
+        A launcher fails if one of its ranks does, and reports each one that does.
+        """
         status = self._hear("status", {"status": status})[0]["status"]
         self._hear("end", {})  # the launcher's store may end with rank 0
-        return status
+        return status if self._local[0] == 0 else 0
 
     def seconds(self) -> float:
         """The seconds since this began."""

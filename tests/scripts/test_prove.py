@@ -22,7 +22,15 @@ def proved(folder: Path, *words: str, ranks: int = 2) -> tuple[int, dict[tuple[s
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", *launcher, f"{ROOT}/tests/support/planted_proof.py", *words]
     environment = os.environ | {"PYTHONPATH": PATHS, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, "--out", str(folder)], env=environment, cwd=ROOT)
+    with (folder / "console.txt").open("w") as console:
+        done = subprocess.run(
+            [*command, "--out", str(folder)],
+            env=environment,
+            cwd=ROOT,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+        )
+    print((folder / "console.txt").read_text())
     found = page.of_cases(page.latest([folder / "results.jsonl"]))
     return done.returncode, {(r.stage, r.name): r for r in found}
 
@@ -63,6 +71,16 @@ def test_faults_of_other_stages_are_no_failure(tmp_path: Path) -> None:
     status, found = proved(tmp_path, "wrong_byte_of_one_rank", "--only", "bytes", "bytes")
     assert status == 1
     assert all(r.wrong.startswith("rank 1: ") for r in found.values())
+    # The console ends with the cases and the verdict, after torchrun's report of one failure.
+    console = (tmp_path / "console.txt").read_text()
+    _, _, end = console.rpartition("Traceback (most recent call last):")
+    assert "<NO_OTHER_FAILURES>" in end
+    *_, cases, bits, sent, speed, line = end.strip().splitlines()
+    assert "WRONG: rank 1: " in cases
+    assert bits == "  Bits: not checked."
+    assert sent.startswith("  Bytes: 8 of 8 cases are WRONG; ")
+    assert speed == "  Speed: not measured."
+    assert line.strip("=") == ""
 
 
 @pytest.mark.full
@@ -113,6 +131,7 @@ def test_the_page_of_canned_results(tmp_path: Path, capsys: pytest.CaptureFixtur
     append(path, *lines)
     assert main(["--show", str(path)]) == 0
     shown = re.sub(" +", " ", capsys.readouterr().out)
+    assert re.findall("^## (.*)$", shown, re.MULTILINE)[:3] == ["Verdict", "Cases", "Machine"]
     for row in (
         "Bits: 2 of 3 cases have the bits of one device; 1 did not end.",
         "Bytes: not checked.",
