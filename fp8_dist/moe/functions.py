@@ -123,7 +123,7 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
             )
         cast = quantized_as(local, scheme)
     else:
-        high, shard = weight.detach(), KnownWeight.unwrap(local).detach()
+        high, shard = weight, KnownWeight.unwrap(local).detach()
         if is_transposed := operators.is_stored_transposed(shard):
             high, shard = high.mT, shard.mT
         plan = CastPlan((stored_transposed(scheme) if is_transposed else scheme,))

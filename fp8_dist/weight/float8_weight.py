@@ -248,6 +248,7 @@ class Float8Weight:
             return "is on the CPU; leave out CPUOffloadPolicy"
         return ""
 
+    @internals.normal_tensors()  # as an inference tensor, a DTensor can't be detached
     def plain(self, parameter: torch.Tensor) -> torch.Tensor:
         """The parameter as a plain tensor or DTensor on the same storage, detached.
 
