@@ -30,6 +30,7 @@ from fp8_dist.mesh import Layout, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Scheme, Statistics
 from fp8_dist.scaling.reduction import Placed, all_reduced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors, set_dtensor_local
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -136,8 +137,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
     Raises:
         ValueError: ranks differ in the layers of ``module`` or in their configs (the error names
             the first difference); ``module`` has no converted layer whose weight has a DYNAMIC
-            scale; a weight is not the parameter that the optimizer updates (FSDP1's flattened
-            shards, parametrizations); or FSDP2 is to reshard to a smaller mesh after forward, which
+            scale; no weight is the parameter that the optimizer updates (FSDP1's flattened shards,
+            parametrizations; if some are, the others are left out with a warning); or FSDP2 is to reshard to a smaller mesh after forward, which
             it can't do with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh; or a
             CUDA graph is being captured, and can't train a weight.
@@ -160,7 +161,8 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     # Unsharded weights still have the values from before the optimizer step.
     reshard(module, _CALLER)
     fsdp_init_shards(module)
-    _check_weights(chosen)
+    chosen = _registered(chosen)
+    _check_sharded(chosen)
     kept = {weight: weight.kept() for weight in chosen.values()}
     _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
     keep_casts(chosen.values())
@@ -194,13 +196,36 @@ def _dynamic_weights(module: nn.Module) -> dict[str, Float8Weight]:
     return dynamic
 
 
-def _check_weights(weights: dict[str, Float8Weight]) -> None:
-    if hidden := [fqn for fqn, weight in weights.items() if not weight.is_registered]:
+def _computed(weights: Mapping[str, Float8Weight]) -> list[str]:
+    """The FQNs of weights that are no parameters of their layers."""
+    return [fqn for fqn, weight in weights.items() if not weight.is_registered]
+
+
+def warn_of_computed(weights: Mapping[str, Float8Weight]) -> None:
+    """Warn once that an update leaves out weights that are no parameters of their layers."""
+    if hidden := _computed(weights):
+        warn_once(
+            "computed weights",
+            "these weights are computed from other parameters (a parametrization, weight_norm): "
+            f"{', '.join(hidden)}. An update of scales leaves them out, and each forward casts them",
+        )
+
+
+def _registered(weights: dict[str, Float8Weight]) -> dict[str, Float8Weight]:
+    """The weights that are parameters of their layers; raise ValueError if there are none."""
+    hidden = _computed(weights)
+    if hidden and len(hidden) == len(weights):
         raise ValueError(
             f"{_CALLER}: these weights are not the parameters that an optimizer updates: "
             f"{', '.join(hidden)} (flattened shards, as FSDP1 keeps them, or parametrized). Use "
             "fully_shard (FSDP2), or leave precompute out: the layers compute the scales"
         )
+    warn_of_computed(weights)
+    return {fqn: weight for fqn, weight in weights.items() if fqn not in hidden}
+
+
+def _check_sharded(weights: dict[str, Float8Weight]) -> None:
+    """Raise ValueError if FSDP2 has gathered weights in float8, and not resharded them."""
     if unsharded := [
         weight.fqn or fqn  # the full name, also if the caller passed the layer itself
         for fqn, weight in weights.items()

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.fsdp.precompute import check_agreement, precompute_weights
+from fp8_dist.fsdp.precompute import check_agreement, precompute_weights, warn_of_computed
 from fp8_dist.fsdp.weight import keep_casts
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
@@ -31,7 +31,8 @@ def update_float8_scales(module: nn.Module) -> None:
     * :func:`fp8_dist.precompute_float8_dynamic_scale` for the weights with DYNAMIC scales that
       FSDP2 gathers in float8, or that tensor parallelism distributes. Other weights do not need it:
       when they are cast, each rank has all values that a scale covers. Either they are whole on
-      every rank, or FSDP2 has gathered them in high precision.
+      every rank, or FSDP2 has gathered them in high precision. A weight that is computed from other
+      parameters (a parametrization, ``weight_norm``) is cast by each forward, with one warning.
     * :func:`fp8_dist.sync_float8_amax_and_scale_history` if an operand has DELAYED scales.
 
     Args:
@@ -48,6 +49,7 @@ def update_float8_scales(module: nn.Module) -> None:
     check_agreement(module, "update_float8_scales")
     weights = weights_of_model(module, "update_float8_scales")
     if kept := {fqn: weight for fqn, weight in weights.items() if weight.kept() is not None}:
+        warn_of_computed(weights)
         precompute_weights(module, kept)
     if any(weight.histories for weight in weights.values()):
         sync_float8_amax_and_scale_history(module)
@@ -97,7 +99,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     _, of_weights, marks = reduced.split([len(reduced) - 2 * count, count, count])
     of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
-    weights = [layer.float8_weight for layer in layers]
+    weights = [w for layer in layers if (w := layer.float8_weight).is_registered]
     keep_casts(weight for weight in weights if weight.history is not None)
     mark_scales_ready(weights)
 
@@ -175,7 +177,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
-    trained = {id(p): fqn for fqn, w in weights.items() if (p := w.parameter()).requires_grad}
+    registered = {fqn: weight for fqn, weight in weights.items() if weight.is_registered}
+    trained = {id(p): fqn for fqn, w in registered.items() if (p := w.parameter()).requires_grad}
     fitting = [opt for opt in optimizers if trained.keys() & optimizer_steps.held_by(opt)]
     if trained and not fitting:
         first = next(iter(trained.values()))

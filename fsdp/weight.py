@@ -388,7 +388,7 @@ def _packs(weight: Float8Weight) -> bool:
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:
     """Let FSDP2 gather weights in high precision, and drop the statistics of distributed ones."""
-    for weight in weights:
+    for weight in [weight for weight in weights if weight.is_registered]:
         parameter = weight.parameter()
         if isinstance(parameter, DTensor):
             local = internals.dtensor_local(parameter)

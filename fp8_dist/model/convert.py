@@ -177,7 +177,7 @@ def _why_not_linear(layer: Float8Linear, names: set[str]) -> str:
     weight = layer.float8_weight
     if weight.is_stored:
         return _STORED
-    if weight.master() is not weight.parameter():
+    if weight.is_registered and weight.master() is not weight.parameter():
         return "is gathered by FSDP2; pass the model that fully_shard was called on"
     if layer.local_placements is not None:
         return (

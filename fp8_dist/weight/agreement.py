@@ -189,7 +189,8 @@ def check_layers(module: nn.Module, layers: Layers, caller: str) -> None:
             if isinstance(parameter, DTensor):
                 facts.of(parameter.device_mesh)
         for name, weight in new:
-            if (layout := weight.layout()) is not None:
+            layout = weight.layout() if weight.is_registered else None
+            if layout is not None:
                 facts.of(layout.mesh).update(_weight_facts(weight, name))
         facts.check(caller)
     for _, weight in new:

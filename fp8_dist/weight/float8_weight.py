@@ -187,7 +187,10 @@ class Float8Weight:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the weight is a parameter of the module, neither parametrized nor flattened."""
+        """Whether the weight is a parameter of the module, neither parametrized nor flattened.
+
+        Outside of a forward, a parametrization may not run: its parameters are sharded.
+        """
         return self.name in self.module._parameters and self.parameter().ndim >= 2
 
     def shard(self, parameter: torch.Tensor | None = None) -> torch.Tensor:
@@ -281,7 +284,7 @@ class Float8Weight:
     @property
     def is_stored(self) -> bool:
         """Whether the weight is stored in float8."""
-        return isinstance(local_tensor(self.parameter()), StoredFloat8)
+        return self.is_registered and isinstance(local_tensor(self.parameter()), StoredFloat8)
 
     def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
         """Return the stored weight, sharded or unsharded; None if it is not stored."""
@@ -339,7 +342,7 @@ class Float8Weight:
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over."""
-        layouts = [self.layout(), *self.histories.values()]
+        layouts = [self.layout() if self.is_registered else None, *self.histories.values()]
         return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
     def operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
@@ -457,9 +460,10 @@ class Float8Weight:
 
         If FSDP2 gathers in high precision, they are statistics of the unsharded parameter.
         """
+        if not self.is_registered or not self.is_dynamic:
+            return None
         parameter = self.master()
-        layout = self.layout(parameter)
-        if layout is None or not self.is_dynamic:
+        if (layout := self.layout(parameter)) is None:
             return None
         if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
             return self.gather().kept
@@ -539,7 +543,7 @@ class Float8Weight:
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""
-        if isinstance(local := local_tensor(self.master()), KnownWeight):
+        if self.is_registered and isinstance(local := local_tensor(self.master()), KnownWeight):
             local.forget()
         for history in self.histories.values():
             history.current, history.steps = None, 0

@@ -81,9 +81,9 @@ def attach_statistics(weights: Iterable[Float8Weight]) -> None:
     storage. (For DTensors that other code made, precompute does so; graphs are then traced again.)
     """
     for weight in weights:
-        old = weight.parameter()
         if (kept := weight.kept()) is None:
             continue
+        old = weight.parameter()
         plain = local_tensor(old)
         local = plain if isinstance(plain, KnownWeight) else KnownWeight(plain.detach())
         if not has_strided_placements(kept.layout.placements):

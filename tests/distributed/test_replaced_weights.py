@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from nets import Distributed, Net, full_state
+from nets import Distributed, GatedMLP, Net, full_state
 from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import all_warnings, raised, same_bits, validity
@@ -280,7 +280,9 @@ def twins(recipe: str) -> list[Net]:
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     found = []
     for _ in range(2):
-        found.append(model := Net(hidden=97, layers=1))
+        torch.manual_seed(0)
+        found.append(model := Net(layers=0))
+        model.layers.append(GatedMLP(64, 97))
         convert_to_float8_training(model, config=config)
     for module in (*model.layers, model):
         fully_shard(module, mesh=device_mesh(dp=2))
