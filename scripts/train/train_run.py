@@ -254,7 +254,7 @@ def process_group(store: dist.Store | None = None) -> Iterator[tuple[torch.devic
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train as a rank of the launcher; rank 0 also prints what is trained, and what a step sends."""
+    """Train as a rank of the launcher; rank 0 prints what is trained, and what a step sends."""
     with process_group() as (device, reason):
         is_first = dist.get_rank() == 0
         if is_first:

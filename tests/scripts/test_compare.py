@@ -74,11 +74,11 @@ def test_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert_expected_inline(
         out.replace(str(tmp_path), "FOLDER"),
         """\
-| a step of a rank | gathers, MB | of a's | all collectives, MB | of a's | loss, last 20 steps | above a's |
-| ---------------- | ----------: | -----: | ------------------: | -----: | ------------------: | --------: |
-| a                |        4.00 |   1.00 |                4.00 |   1.00 |              3.0000 |           |
-| b                |        2.00 |   0.50 |                6.00 |   1.50 |              3.0000 |    +0.00% |
-| c                |        2.00 |   0.50 |                2.00 |   0.50 |              3.0030 |    +0.10% |
+| run | gathers of a step, MB | of a's | all collectives, MB | of a's | loss, last 20 steps | above a's |
+| --- | --------------------: | -----: | ------------------: | -----: | ------------------: | --------: |
+| a   |                  4.00 |   1.00 |                4.00 |   1.00 |              3.0000 |           |
+| b   |                  2.00 |   0.50 |                6.00 |   1.50 |              3.0000 |    +0.00% |
+| c   |                  2.00 |   0.50 |                2.00 |   0.50 |              3.0030 |    +0.10% |
 
 As expected: losses are within 1% of a's, and below 70% of the first ones.
 a: no fault found. No casts were recorded.
