@@ -138,8 +138,8 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
         ValueError: ranks differ in the layers of ``module`` or in their configs (the error names
             the first difference); ``module`` has no converted layer whose weight has a DYNAMIC
             scale; no weight is the parameter that the optimizer updates (FSDP1's flattened shards,
-            parametrizations; if some are, the others are left out with a warning); or FSDP2 is to reshard to a smaller mesh after forward, which
-            it can't do with float8 gathers.
+            parametrizations; if some are, the others are left out with a warning); or FSDP2 is to
+            reshard to a smaller mesh after forward, which it can't do with float8 gathers.
         NotImplementedError: weights on several meshes that are not slices of one root mesh; or a
             CUDA graph is being captured, and can't train a weight.
         torch._dynamo.exc.Unsupported: in compiled code with ``fullgraph=True``.
@@ -207,7 +207,8 @@ def warn_of_computed(weights: Mapping[str, Float8Weight]) -> None:
         warn_once(
             "computed weights",
             "these weights are computed from other parameters (a parametrization, weight_norm): "
-            f"{', '.join(hidden)}. An update of scales leaves them out, and each forward casts them",
+            f"{', '.join(hidden)}. An update of scales leaves them out, and each forward casts "
+            "them",
         )
 
 

@@ -425,6 +425,8 @@ def test_amaxes_of_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         mask = torch.arange(8) < rows
         assert same_bits(masked(x, mask), layer(x[mask]))
         assert same_bits(program(x[mask]), layer(x[mask]))
+    assert layer(x).requires_grad
+    assert not program(x).requires_grad  # as docs/state.md says
 
 
 def test_passes_that_are_no_steps_leave_no_trace() -> None:
