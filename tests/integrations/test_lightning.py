@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from documented import run_shown
+from documented import NO_HEAD, run_shown
 from lightning import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
 from nets import Net, net_plan
@@ -141,7 +141,7 @@ def gathers_of_the_page(folder: str, code: str) -> int:
     os.chdir(folder)
     batches = DataLoader([{"x": torch.ones(64)} for _ in range(4)], batch_size=1)
     names: dict[str, Any] = {"build": Model, "batches": batches}
-    run_shown(code, names)
+    run_shown(code, names, expected=NO_HEAD)
     model = names["model"] if "model" in names else names["trainer"].lightning_module.model
     with comm_audit() as audit:
         model(x=torch.ones(1, 64)).loss.backward()

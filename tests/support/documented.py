@@ -17,6 +17,10 @@ ROOT = Path(__file__).parents[2]
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
+# The warning of a page's skip_head(model) where a test's model has no head.
+NO_HEAD = "skip_head: no layer of the .* was taken for its head"
+
+
 class OwnWarning(Exception):
     """A warning of the library, raised as an error."""
 
