@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, parallel
 from fp8_dist.linear import Float8Linear
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
+from fp8_dist.tensor_parallel.replicas import compare_at_first_forward
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
 from fp8_dist.text import alike_names, is_torchaos
 from fp8_dist.weight import agreement
@@ -60,9 +61,15 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     :func:`check_tp_plan` with a plan under which they look fused, or if ``hf_tp_plan`` made the
     plan.
 
+    The first forward compares two things between the ranks of ``mesh``: the input that the plan
+    takes to be the same on all of them (``input_layouts=Replicate()`` of the first entry that
+    runs), and the parameters that they all have whole, such as norms. A difference leads to a
+    warning on all of these ranks. So does the first forward without gradients. Compiled code
+    compares nothing.
+
     Collectives: one all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare the
     float8 layers and the plan between ranks. Then those of torch's ``parallelize_module``, which
-    scatters the parameters.
+    scatters the parameters. In the first forward, another all-reduce of 16 bytes.
 
     Raises:
         TypeError: an argument has the wrong type, or an entry's value is not a style.
@@ -118,6 +125,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             stacklevel=2,
         )
     check_lengths(model, mesh.size(), resolved)
+    compare_at_first_forward(model, mesh, resolved)
     parallel.parallelize_module(model, mesh, resolved)
     for tie in ties:
         tied = [model.get_parameter(name) for name in tie]

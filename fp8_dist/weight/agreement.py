@@ -8,7 +8,8 @@ compared in its first forward.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
@@ -103,23 +104,58 @@ def first_difference(
     ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
     not see these collectives.
     """
+    by_rank = gathered_if_different(facts, groups, device)
+    return None if by_rank is None else _describe_difference(by_rank)
+
+
+def gathered_if_different(
+    facts: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    *,
+    hashes: Mapping[str, torch.Tensor] | None = None,
+) -> dict[int, dict[str, str]] | None:
+    """Return the facts of all ranks, by rank, if any differs between them; else None.
+
+    Args:
+        facts, groups, device: as in :func:`first_difference`.
+        hashes: numbers that must agree, too, int64 and 0-dim on the device, by the names of facts,
+            to which they are added as text. The host does not wait for each.
+
+    Collectives: those of :func:`first_difference`.
+    """
     if not groups:
         return None
     text = "".join(f"\n{name}\t{value}" for name, value in facts.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-    with without_dispatch_modes(), normal_tensors():
+    with unobserved():
         bounds = torch.tensor([digest, -digest], device=device)
+        if hashes:
+            numbers = torch.stack([*hashes.values()])
+            odd = torch.arange(1, 2 * len(numbers), 2, device=device)
+            number = ((numbers ^ (numbers >> 31)) * odd).sum() >> 8  # so that -number exists
+            bounds += torch.stack([number, -number])
         for group in groups:
             dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
         largest, negative_smallest = bounds.tolist()
         if largest == -negative_smallest:
             return None
-        by_rank = {dist.get_rank(): dict(facts)}
+        shown = {
+            name: f" with the hash {number.item():x}" for name, number in (hashes or {}).items()
+        }
+        by_rank = {dist.get_rank(): {n: value + shown.get(n, "") for n, value in facts.items()}}
         for group in groups:
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, by_rank, group)
             by_rank = {rank: facts for part in parts for rank, facts in part.items()}
-    return _describe_difference(dict(sorted(by_rank.items())))
+    return dict(sorted(by_rank.items()))
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Hide what is run from dispatch modes, such as ``comm_audit``, and make normal tensors."""
+    with without_dispatch_modes(), normal_tensors():
+        yield
 
 
 def _describe_difference(by_rank: Mapping[int, Mapping[str, str]]) -> str:
