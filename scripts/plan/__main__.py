@@ -122,9 +122,10 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     """Check the options for a model MODULE:FUNCTION, which must be convertible in each recipe."""
     if args.mesh["ep"] > 1:
         parser.error(f"ep is for {', '.join(MODELS)}")
-    tp, own_model = args.mesh["tp"], import_module("scripts.plan.own_model")
+    tp = args.mesh["tp"]
     if args.tp_plan and tp == 1:
         parser.error("--tp-plan needs a tp of 2 or more in --mesh")
+    own_model = import_module("scripts.plan.own_model")
     args.sizes = own_model.OwnModel(args.model, args.layers, args.tp_plan)
     progress(f"building and converting {args.model}")
     try:

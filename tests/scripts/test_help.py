@@ -20,7 +20,8 @@ scripts.measure.properties --case [: invalid loads value
 scripts.measure.sqnr --weights nowhere: there is no file nowhere
 scripts.plan --mesh dp=2,tp=16: tp=16 does not divide the 8 key/value heads
 scripts.plan --model 9b: it is not MODULE:FUNCTION or one of debug, small
-scripts.plan --model some:model --layers 2: --layers and ep are for debug
+scripts.plan --model some:model --mesh dp=2,ep=2: ep is for debug
+scripts.plan --model some:model --mesh dp=2 --tp-plan some:plan: --tp-plan needs a tp of 2 or more in --mesh
 scripts.prove --only proof: invalid choice: 'proof'
 scripts.prove --show nowhere.jsonl: No such file or directory: 'nowhere.jsonl'
 scripts.train.compare_seeds --only fp16: there is no fp16 in bf16

@@ -302,9 +302,11 @@ def numbers_of(start: str) -> list[list[float]]:
 
 
 def test_ratios_of_estimates() -> None:
+    """Compiled layers are about as fast as eager ones, but for torchao's."""
     lines = numbers_of("layer; kernels; GB besides GEMMs")
-    for _, _, time, ratio, _ in lines:
+    for _, _, time, ratio, compiled in lines:
         assert ratio == pytest.approx(lines[0][2] / time, abs=0.01)
+        assert abs(compiled - ratio) < 0.02 or (ratio < 0.5 and 1.3 < compiled < 1.4)
 
 
 def test_times_of_the_host() -> None:
