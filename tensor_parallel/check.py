@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
-from fp8_dist.tensor_parallel.diagnosis import Call, Diagnosis, Key, part_of, positive
+from fp8_dist.tensor_parallel.diagnosis import CallKey, Diagnosis, SeenCall, part_of, positive
 from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
 from fp8_dist.torch_internals import tree_map
 from fp8_dist.weight.agreement import Facts
@@ -171,10 +171,10 @@ class _Run:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
         self.model, self.mesh = model, mesh
-        self.outputs: dict[Key, list[torch.Tensor]] = {}
+        self.outputs: dict[CallKey, list[torch.Tensor]] = {}
         self.output: Any = None
-        self.within: list[Key] = []
-        self.calls: dict[Key, Call] = {}
+        self.within: list[CallKey] = []
+        self.calls: dict[CallKey, SeenCall] = {}
         self.diagnosis: Callable[[], Diagnosis] | None = None
 
     def forward(self, batch: Any, *, rounds: bool) -> None:
@@ -182,7 +182,7 @@ class _Run:
             key = name, sum(called == name for called, _ in self.calls)
             self.within.append(key)
             if self.output is None:  # not for what a backward computes again
-                self.calls[key] = Call(dict(enumerate(args)) | kwargs)
+                self.calls[key] = SeenCall(dict(enumerate(args)) | kwargs)
 
         def leave(name: str, module: nn.Module, inputs: Any, output: Any) -> Any:
             key = self.within.pop()
@@ -267,7 +267,7 @@ def _compare_outputs(
         placed: the modules whose outputs may be parts.
         returned: the placement of parts that the model may return.
     """
-    mesh, comparable = one.mesh, dict[Key, list[torch.Tensor | None]]()
+    mesh, comparable = one.mesh, dict[CallKey, list[torch.Tensor | None]]()
     for call, expected in one.outputs.items():
         outputs = [*parallel.outputs.get(call, [])]
         if not call[0]:

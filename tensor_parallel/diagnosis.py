@@ -19,10 +19,10 @@ from fp8_dist.mesh import Layout, local_pieces, taken
 from fp8_dist.tensor_parallel.lengths import layouts_read
 
 # The name of a module, and the number of its call.
-Key = tuple[str, int]
+CallKey = tuple[str, int]
 
 
-class Call:
+class SeenCall:
     """The floating-point tensors of a module's call.
 
     Attributes:
@@ -136,8 +136,8 @@ class Diagnosis:
         model: nn.Module,
         mesh: DeviceMesh,
         styles: Mapping[str, Any],
-        expected: Mapping[Key, Call],
-        found: Mapping[Key, Call],
+        expected: Mapping[CallKey, SeenCall],
+        found: Mapping[CallKey, SeenCall],
     ) -> None:
         self.model, self.styles = model, styles
         self.order = [name for name, _ in expected]

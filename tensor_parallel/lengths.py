@@ -19,7 +19,7 @@ def check_lengths(model: nn.Module, size: int, styles: dict[str, parallel.Parall
     Only dims along which styles read plain parts are checked, and not the last dim: the layers know
     the number of features. Call this before the styles are applied, so that the check runs first.
     """
-    parts = [(name, part) for name, style in styles.items() for part in parts_of(style)]
+    parts = [(name, part) for name, style in styles.items() for part in styles_in(style)]
     layouts = (layout for _, style in parts for layout in layouts_read(style).values())
     dims = {layout.dim for layout in layouts if isinstance(layout, Shard)}
     if not dims or size == 1:
@@ -60,7 +60,7 @@ def _add_check(name: str, module: nn.Module, style: Any, check: Any) -> None:
         module.register_forward_hook(lambda _, args, output: check(name, output, (None,), layouts))
 
 
-def parts_of(style: Any) -> list[Any]:
+def styles_in(style: Any) -> list[Any]:
     """The styles that a style combines, or the style itself."""
     return [x for x in vars(style).values() if isinstance(x, parallel.ParallelStyle)] or [style]
 

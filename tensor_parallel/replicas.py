@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fp8_dist.device import current_capture
 from fp8_dist.mesh import local_tensor
-from fp8_dist.tensor_parallel.lengths import layouts_read, parts_of
+from fp8_dist.tensor_parallel.lengths import layouts_read, styles_in
 from fp8_dist.text import alike_names
 from fp8_dist.torch_internals import has_functorch_transforms, innermost
 from fp8_dist.weight import agreement
@@ -67,7 +67,7 @@ def compare_at_first_forward(model: nn.Module, mesh: DeviceMesh, styles: Mapping
 
     for name, style in styles.items() if mesh.size() > 1 else ():
         layouts = {
-            p: layout for part in parts_of(style) for p, layout in layouts_read(part).items()
+            p: layout for part in styles_in(style) for p, layout in layouts_read(part).items()
         }
         hook = hook_of(name, layouts)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
