@@ -92,7 +92,7 @@ def test_the_runs_and_their_comparison(text: Path) -> None:
     page = PAGE.read_text()
     table, _, _ = Path("base/tensorwise/comm.txt").read_text().partition("\n\n")
     assert f"{indent(table, '    ')}\n\n" in page
-    assert done.stdout.count("| --") == 1
+    assert done.stdout.count("\n| --") == 1
     printed, documented = table_in(done.stdout), table_in(page)
     assert printed[0] == documented[0]
     assert [row[0] for row in printed[1:]] == NAMES
