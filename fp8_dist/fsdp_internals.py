@@ -82,8 +82,10 @@ def when_fsdp_shards(call: Callable[["FsdpParameter"], None]) -> None:
     @wraps(_init_extensions)
     def with_call(self: Any) -> None:
         group = next((group for group in fsdp_groups() if self in group.fsdp_params), None)
-        call(FsdpParameter(self, group))
+        parameter = FsdpParameter(self, group)
+        call(parameter)
         _init_extensions(self)
+        parameter.note_local()
 
     FSDPParam._init_extensions = with_call  # type: ignore[method-assign]
 
@@ -98,7 +100,9 @@ def when_fsdp_resets(call: Callable[["FsdpParameter"], None]) -> None:
     @wraps(_reset_sharded_param)
     def with_call(self: Any) -> None:
         _reset_sharded_param(self)
-        call(FsdpParameter(self))
+        parameter = FsdpParameter(self)
+        call(parameter)
+        parameter.note_local()
 
     FSDPParam.reset_sharded_param = with_call  # type: ignore[method-assign]
 
@@ -174,12 +178,22 @@ class FsdpParameter:
         """The dtype of the gather; None if it is the parameter's own, or hooks choose it."""
         return None if hasattr(self.own, "_extensions_data") else self.own.mp_policy.param_dtype
 
+    def note_local(self) -> None:
+        """Remember the local tensor, which other code may replace."""
+        self.own._noted_local = internals.dtensor_local(self.sharded)
+
     @property
     def holds_local(self) -> bool:
-        """Whether FSDP2's own reference to the local tensor is up to date."""
-        tensors = self.own._sharded_param_data, internals.dtensor_local(self.sharded)
-        held, local = [getattr(tensor, "plain", tensor) for tensor in tensors]
-        return internals.storage_address(held) == internals.storage_address(local)
+        """Whether FSDP2 gathers the local tensor.
+
+        It does so if the local tensor is a wrapper and has got other ``data``.
+        """
+        local = internals.dtensor_local(self.sharded)
+        if local is self.own._noted_local:
+            return True
+        tensors = self.own._sharded_param_data, local
+        held, current = [getattr(tensor, "plain", tensor) for tensor in tensors]
+        return internals.storage_address(held) == internals.storage_address(current)
 
     def replace_local(self, local: Any) -> None:
         """Replace the local tensor by a wrapper of it."""
