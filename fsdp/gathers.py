@@ -19,7 +19,7 @@ from fp8_dist.torch_internals import in_backward
 from fp8_dist.weight import agreement
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.stored import Stored
-from fp8_dist.weight.weights import float8_modules, weights_of
+from fp8_dist.weight.weights import checked_module, float8_modules, weights_of
 
 
 def _weights_of(parameter: internals.FsdpParameter) -> list[Float8Weight]:
@@ -92,7 +92,8 @@ def reshard(module: nn.Module, caller: str) -> None:
 
     In the capture of a CUDA graph, let its replays do so, too.
     """
-    names = {m: n or "the root" for n, m in module.named_modules() if isinstance(m, FSDPModule)}
+    modules = checked_module(module).named_modules()
+    names = {m: n or "the root" for n, m in modules if isinstance(m, FSDPModule)}
     for part, name in names.items() if in_backward() else ():
         if any(map(internals.fsdp_is_running, internals.fsdp_groups_of_module(part))):
             raise ValueError(

@@ -53,6 +53,9 @@ TYPES: Refused = {
     "expected a model (an nn.Module), got an AdamW": lambda: float8_layers(
         torch.optim.AdamW([torch.ones(1)])  # type: ignore[arg-type]
     ),
+    "expected a model (an nn.Module), got an SGD": lambda: update_float8_scales(
+        torch.optim.SGD([torch.ones(1)])  # type: ignore[arg-type]
+    ),
     "weight_block_size; did you mean 'emulate'?": lambda: Float8LinearConfig.from_recipe_name(
         "mxfp8", emulated=True
     ),
