@@ -288,6 +288,22 @@ def test_experts(sharding: str, ranks_: int, runs: list[dict[str, str]]) -> list
     return found
 
 
+@pytest.mark.full
+@on_ranks(2, returns=[], timeout=300)
+def test_compiled() -> list[str]:
+    found = []
+    for name in ("mxfp8", "delayed"):
+
+        def make(in_float8: bool, name: str = name) -> nn.Module:
+            net = network(CONFIGS[name] if in_float8 else None, "FSDP2", False)
+            for layer in net.layers:
+                layer.compile(backend="aot_eager")
+            return net
+
+        found += [f"{name}, {problem}" for problem in problems(make, FEW)]
+    return found
+
+
 @on_ranks(2, returns=True)
 def test_weights_are_read_in_inference_mode() -> bool:
     """torch can't detach a DTensor there."""

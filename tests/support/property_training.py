@@ -80,6 +80,8 @@ class World:
         self.checkpointing = False
         self.spoiled = False  # whether a local NaN scale has affected the twin in this step
         self.refused: list[str] = []
+        self.twin_grads: list[list[torch.Tensor | None]] = []
+        self.tokens: list[torch.Tensor] = []
         four_bits = {"weight_format": "mxfp4"} if case.in_four_bits else {}
         config = Float8LinearConfig.from_recipe_name(case.recipe, **four_bits)
         self.config = replace(config, **dict(case.flags))
@@ -251,15 +253,14 @@ class World:
         with torch.no_grad():
             records, output, summed = self.twin_pass(own, trains=False)
         mine = local_tensor(mine).detach()
-        if self.spoiled or self.is_local(records):
-            group = slice(own * self.tp, (own + 1) * self.tp)
-            finite = all(self.values_of_ranks(bool(mine.isfinite().all()))[group])
+        finite = self.is_finite(mine)
+        if self.spoiled or self.is_local(records):  # perhaps on this replica alone
             self.together(lambda: self.check_not_lost((output, finite), []))
-            return
-        self.together(
-            lambda: self.check_operands(found, records),
-            lambda: self.check_output(mine, self.part(output), records, summed),
-        )
+        else:
+            self.together(
+                lambda: self.check_operands(found, records),
+                lambda: self.check_output(mine, self.part(output), records, summed),
+            )
 
     def run(self, accumulates: bool = False, overflow: bool = False) -> None:
         """Run a forward and a backward of the model and the twin, and compare them.
@@ -277,8 +278,7 @@ class World:
                 # With frozen weights, histories don't notice that gradients were dropped.
                 self.both(invalidate_float8_scales)
             self.spoiled = False
-            self.twin_grads: list[list[torch.Tensor | None]] = []
-            self.tokens: list[torch.Tensor] = []
+            self.twin_grads, self.tokens = [], []
         own = self.rank // self.tp
         with self.observed() as found:
             mine = self.forward(self.net, self.given(self.batch(own)), self.checkpointing)
@@ -300,9 +300,8 @@ class World:
         self.twin_grads += grads
         self.tokens += [self.grad(replica).abs().sum() for replica in range(self.replicas)]
         whole, mine = self.gradients(), local_tensor(mine).detach()
+        finite = self.is_finite(mine)
         if self.spoiled:
-            group = slice(own * self.tp, (own + 1) * self.tp)
-            finite = all(self.values_of_ranks(bool(mine.isfinite().all()))[group])
             self.together(lambda: self.check_not_lost((output, finite), whole))
             self.both(invalidate_float8_scales)  # the recorded amaxes differ, too
             return
@@ -337,6 +336,13 @@ class World:
             own = iter([part.clone().view(grad.dtype).view(grad.shape) for grad, part in parts])
             grads.append([None if grad is None else next(own) for grad in mine])
         return grads
+
+    def is_finite(self, output: torch.Tensor) -> bool:
+        """Whether the output is finite on all ranks of this replica; looked at with histories."""
+        if not self.config.recipe.delayed:
+            return True
+        own = self.rank // self.tp * self.tp
+        return all(self.values_of_ranks(bool(output.isfinite().all()))[own : own + self.tp])
 
     def is_local(self, records: list[GemmRecord]) -> bool:
         """Whether only some ranks may see a NaN scale of the twin."""
