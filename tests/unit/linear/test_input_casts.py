@@ -57,17 +57,22 @@ def test_views_share_a_cast_of_the_same_values(view: str) -> None:
 
 
 def test_the_address_of_a_freed_storage() -> None:
-    x = torch.randn(48, 64)
-    kept, address = cast_input(x, PLAN), x.data_ptr()
-    replaced(x, torch.randn(48, 64))
-    others = []
-    while x.data_ptr() != address:
-        others.append(torch.randn(48, 64))
-        replaced(x, others[-1])
-        assert len(others) < 1000
-    found, expected = cast_input(x, PLAN)[0], cast_local(x, PLAN)[0][0]
-    assert found.qdata is not kept[0].qdata
-    assert same_bits(found.qdata, expected.qdata)
+    memory, other = bytearray(48 * 64 * 4), bytearray(48 * 64 * 4)
+
+    def tensor_in(buffer: bytearray) -> Tensor:
+        return torch.frombuffer(buffer, dtype=torch.float32).view(48, 64)
+
+    x = tensor_in(memory)
+    x.copy_(torch.randn(48, 64))
+    before, address = cast_input(x, PLAN)[0], x.data_ptr()
+    for _ in range(20):
+        replaced(x, tensor_in(other))
+        replaced(x, tensor_in(memory).mul_(3))
+        found, expected = cast_input(x, PLAN)[0], cast_local(x, PLAN)[0][0]
+        assert x.data_ptr() == address
+        assert found.qdata is not before.qdata
+        assert same_bits(found.scales[0], expected.scales[0])
+        before = found
 
 
 def by_numpy(x: Tensor) -> None:
