@@ -336,7 +336,8 @@ def divide_fsdp_gradients_once() -> None:
         grads, shards, dtype, factor = (bound.arguments[name] for name in _divided)
         is_sharded = shards is not None and shards.size() > 1
         if factor not in (None, 1) and not is_sharded:
-            grads[:] = [grad.to(dtype or grad.dtype) / factor for grad in grads]
+            for i, grad in enumerate(grads):  # one by one, so that the old ones are freed
+                grads[i] = grad.to(dtype or grad.dtype) / factor
             bound.arguments["gradient_divide_factor"] = 1.0
         return _foreach_reduce(*bound.args, **bound.kwargs)
 

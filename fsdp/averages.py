@@ -5,6 +5,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from fp8_dist import fsdp_internals as internals
+from fp8_dist.text import kind_of
 from fp8_dist.weight.weights import checked_module, weights_of
 
 _CALLER = "average_gradients_over"
@@ -71,4 +72,4 @@ def average_gradients_over(module: nn.Module, mesh: DeviceMesh) -> None:
 def _name_of(module: nn.Module) -> str:
     """The name of a module in messages: its FQN, if it was converted."""
     names = [weight.fqn for weight in weights_of(module).values()]
-    return next(filter(None, names), f"a {type(module).__name__}")
+    return next(filter(None, names), kind_of(module))

@@ -104,7 +104,7 @@ def _norm_over(
     dtype = torch.promote_types(shards[0].dtype, torch.float32)
     norm = norm.to(shards[0].device, dtype)
     if math.isinf(norm_type):
-        return mesh.all_reduce_max(norm.float(), groups)
+        return mesh.all_reduce_max(norm, groups)
     power = norm**norm_type
     for name in groups:
         power = funcol.wait_tensor(funcol.all_reduce(power, "sum", name))

@@ -71,7 +71,9 @@ def _when_not_reset(parameter: internals.FsdpParameter) -> None:
     """
     if isinstance(local_tensor(parameter.sharded), Stored):
         return  # (its hooks are those of the new local tensor)
-    for weight in _weights_of(parameter):
+    weights = _weights_of(parameter)
+    if weights:
+        weight = weights[0]
         raise ValueError(
             f"{weight.fqn}: the local tensor of {weight.name} was replaced (by "
             "torch.utils.swap_tensors, or by nn.Module._apply of a module within the FSDP module), "

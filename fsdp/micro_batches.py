@@ -54,7 +54,8 @@ def micro_batches(count: int, mesh: DeviceMesh) -> Iterator[tuple[int, float]]:
             micro-batch, not at all, or to sums that depend on the number of ranks. That error names
             the module, and is raised in the call, or after the micro-batch, by the iterator.
 
-    The loop may be left early. What is reduced afterwards is not checked, and raises nothing.
+    The loop may be left early. Once the iterator is gone, or an optimizer has stepped, reductions
+    are those of a plain loop. (Until then a round that was left before its backward is open.)
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"micro_batches needs a DeviceMesh, got {kind_of(mesh)}")

@@ -205,7 +205,7 @@ def warn_of_computed(weights: Mapping[str, Float8Weight]) -> None:
     """Warn once that an update leaves out weights that are no parameters of their layers."""
     if hidden := _computed(weights):
         warn_once(
-            "computed weights",
+            f"computed weights {hidden}",
             "these weights are computed from other parameters (a parametrization, weight_norm): "
             f"{', '.join(hidden)}. An update of scales leaves them out, and each forward casts "
             "them",

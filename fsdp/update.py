@@ -99,6 +99,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     _, of_weights, marks = reduced.split([len(reduced) - 2 * count, count, count])
     of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
+    for layer in layers:
+        layer.float8_weight.note_model(module)
     weights = [w for layer in layers if (w := layer.float8_weight).is_registered]
     keep_casts(weight for weight in weights if weight.history is not None)
     mark_scales_ready(weights)

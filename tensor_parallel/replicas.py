@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from fp8_dist.device import current_capture
 from fp8_dist.mesh import local_tensor
@@ -74,7 +75,12 @@ def compare_at_first_forward(model: nn.Module, mesh: DeviceMesh, styles: Mapping
 
 
 def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, DTensor) and not innermost(x).is_meta
+    return isinstance(x, Tensor) and not isinstance(x, DTensor) and _has_bits(x)
+
+
+def _has_bits(x: Tensor) -> bool:
+    """Whether a tensor has values that can be hashed, which is the same on all ranks."""
+    return not is_lazy(x) and x.layout is torch.strided and not innermost(x).is_meta
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
@@ -89,7 +95,7 @@ def _replicated(model: nn.Module, mesh: DeviceMesh) -> dict[str, Tensor]:
 
 
 def _is_replicated(parameter: Tensor, mesh: DeviceMesh) -> bool:
-    if innermost(parameter).is_meta:
+    if not _has_bits(parameter):
         return False
     if not isinstance(parameter, DTensor):
         return True

@@ -246,15 +246,25 @@ def union_of(meshes: Collection[DeviceMesh]) -> list[Axis]:
     return union
 
 
+# The integers as which numbers are reduced.
+_INTEGERS = {
+    torch.uint8: torch.uint8,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+
+
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
     """All-reduce (MAX) fp32 amaxes (-1: no amax) or uint8 exponents. NaN on any rank is kept.
 
-    Collectives: one all-reduce, of 4 bytes or 1 byte per element, for each group in turn.
+    Numbers in fp64 are reduced, too.
+
+    Collectives: one all-reduce, of the bytes of ``amax``, for each group in turn.
     """
-    # Backends may drop a NaN in a MAX, so floats are reduced as int32. The bits of non-negative
+    # Backends may drop a NaN in a MAX, so floats are reduced as integers. The bits of non-negative
     # floats, read as integers, are ordered like the floats, with NaN above infinity, and those of
     # -1 are a negative integer. The largest uint8 exponent is NaN.
     for name in groups:
-        bits = amax if amax.dtype is torch.uint8 else amax.view(torch.int32)
+        bits = amax.view(_INTEGERS[amax.dtype])
         amax = funcol.wait_tensor(funcol.all_reduce(bits, "max", name)).view(amax.dtype)
     return amax

@@ -97,6 +97,8 @@ def convert_to_float8_training(
     for fqn, layer in chosen.items():
         become_float8(layer, config, fqn)
         LEFT_OUT.pop(layer, None)
+    for weight in float8_weights(module).values():
+        weight.note_model(module)
     agreement.note_converted(module)
     if why := why_slower(local_tensor(layer.weight) for layer in chosen.values()):
         warn_once("slower than bf16", f"convert_to_float8_training: {why}")

@@ -21,7 +21,13 @@ from torch.nn.parameter import is_lazy
 from fp8_dist.config import Float8LinearConfig, Float8LinearRecipeName, ScalingGranularity
 from fp8_dist.kernels.quantization import ALIGNMENT
 from fp8_dist.model.break_even import tokens_to_gain
-from fp8_dist.model.heads import heads, is_adapter, is_called_head, outside_of_base_models
+from fp8_dist.model.heads import (
+    heads,
+    is_adapter,
+    is_called_head,
+    outside_of_base_models,
+    within_blocks_of,
+)
 from fp8_dist.model.routers import is_called_router, routers
 from fp8_dist.moe.experts import expert_shapes
 from fp8_dist.text import aligned, did_you_mean, is_part, without_wrappers
@@ -69,6 +75,7 @@ class LayerFilter:
         self._known = {module: without_wrappers(fqn) for fqn, module in model.named_modules()}
         self._never = dict.fromkeys(outside_of_base_models(model), _IS_OUTSIDE)
         self._never |= dict.fromkeys(routers(model), _IS_ROUTER)
+        self._within_blocks = within_blocks_of(model)
         signs = heads(model, self._never)
         self._never |= {module: f"{_IS_HEAD}, {sign}" for module, sign in signs.items()}
         outside = [m for m, why in self._never.items() if why == _IS_OUTSIDE]
@@ -91,6 +98,11 @@ class LayerFilter:
     def named(self, fqn: str) -> str:
         """Return the name given to the filter that a module has, or ``""``."""
         return next((name for name in self._names if self._has_name(fqn, name)), "")
+
+    def names_head(self) -> bool:
+        """Return whether a layer outside of repeated blocks has a name given to the filter."""
+        layers = {m: fqn for m, fqn in self._known.items() if isinstance(m, nn.Linear)}
+        return any(self.named(fqn) for m, fqn in layers.items() if m not in self._within_blocks)
 
     def _has_name(self, fqn: str, name: str) -> bool:
         is_full = name in self._full_names
@@ -195,8 +207,12 @@ class AutoFilter(LayerFilter):
         self._recipe, self._filter_fqns, self._tp_size = recipe, filter_fqns, tp_size
         self._rows: dict[str, FilterDecision] = {}
 
+    def named(self, fqn: str) -> str:
+        """Return the entries of ``filter_fqns`` that a name contains, or ``""``."""
+        return ", ".join(repr(entry) for entry in self._filter_fqns if entry in fqn)
+
     def _why_not(self, module: nn.Module, fqn: str, shapes: dict[str, Shape]) -> str:
-        named = ", ".join(repr(entry) for entry in self._filter_fqns if entry in fqn)
+        named = self.named(fqn)
         if not named and isinstance(module, nn.Linear) and is_lazy(module.weight):
             raise ValueError(
                 f"auto_filter: {fqn or 'the module'} is lazy and has no shape yet: run it once "
@@ -264,7 +280,8 @@ def skip_head(model: nn.Module | None = None, *names: str) -> LayerFilter:
         convert_to_float8_training(model, module_filter_fn=skip_head(model, "unembed"))
 
     :func:`fp8_dist.conversion_summary` says which layer was taken for the head, and by which sign.
-    A warning is issued if none was, and no name is given.
+    A warning is issued if none was, unless a name is given to a layer outside of repeated blocks.
+    For a part of a model, such as a pipeline's stage, pass the whole model.
 
     The filter serves :func:`fp8_dist.moe.convert_experts_to_float8_training` too. To combine it
     with another filter, call both in a function of a module and its FQN.
@@ -298,7 +315,7 @@ def skip_head(model: nn.Module | None = None, *names: str) -> LayerFilter:
     admits = LayerFilter(model, names, "skip_head: named ")
     if model is not None:
         admits.check_names("skip_head")
-    if not names:
+    if not admits.names_head():
         _warn_without_head(admits, model, "skip_head(model, {!r})")
     return admits
 
@@ -386,7 +403,7 @@ def auto_filter(
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise ValueError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, 1 or more")
     admits = AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
-    if not fqns:
+    if not admits.names_head():
         _warn_without_head(admits, model, "auto_filter(recipe, filter_fqns=[{!r}], model=model)")
     return admits
 

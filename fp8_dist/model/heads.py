@@ -63,7 +63,7 @@ def heads(model: nn.Module, others: Collection[nn.Module]) -> dict[nn.Module, st
     for layer in layers:
         if name := tied.get(id(layer._parameters.get("weight"))):
             found[layer] = f"tied to {name}"
-    within_blocks = _within_blocks(model)
+    within_blocks = within_blocks_of(model)
     outside = [table for table in tables if table.module not in within_blocks]
     rows = {table.rows: table.name for table in reversed(outside)}
     layers = [layer for layer in layers if layer not in others]
@@ -122,7 +122,7 @@ def _tables(names: dict[nn.Module, str]) -> Iterator[_Table]:
                     yield _Table(name, module, parameter, len(parameter))
 
 
-def _within_blocks(model: nn.Module) -> set[nn.Module]:
+def within_blocks_of(model: nn.Module) -> set[nn.Module]:
     """Return the modules within repeated blocks, which are numbered children.
 
     The children of an nn.Sequential may be parts of one model, unless several have one class.

@@ -20,7 +20,8 @@ steps. Therefore:
   for it. The backward that gives the weight its gradient records the amaxes
   (``Float8Weight.record_amaxes``). If the weight is frozen, any backward that accumulates
   gradients does; if the layer has no backward, because its input needs no gradient either, the
-  forward does. Nothing is recorded for a forward whose backward does not run, or by a backward that
+  forward does, unless the model is in evaluation mode (``eval()``) and was not at its last update.
+  Nothing is recorded for a forward whose backward does not run, or by a backward that
   computes gradients of inputs alone.
 * A gradient may be thrown away after the backward (``zero_grad``). So when a backward finds that
   the weight has no gradient, earlier amaxes are dropped: they belong to gradients that are gone. If

@@ -253,6 +253,9 @@ def _cache_key(x: torch.Tensor) -> Any:
     """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
     if not internals.can_skip_dispatch(x):
         return None
+    if torch.is_inference_mode_enabled():
+        # Autograd keeps no cast there, but an observer might, and autograd can't save it later.
+        return None
     if (version := internals.version_of(x)) is None:
         return None
     # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage.

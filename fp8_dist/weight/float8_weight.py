@@ -142,6 +142,7 @@ class Float8Weight:
         self.unsharded: KnownWeight | None = None
         self.scales_ready: tuple[torch.cuda.Event, int] | None = None
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
+        self._model: weakref.ref[nn.Module] | None = None  # see note_model()
 
     def __reduce__(self) -> Any:
         arguments = self.module, self.config, self.fqn, self.histories, self.name
@@ -525,8 +526,9 @@ class Float8Weight:
         ``begins``: whether the pass begins to accumulate gradients. ``None``: decided by the
         weight's own gradient if the weight is a trained leaf, else unknown.
         """
-        if internals.backward_id() < 0 and not self.module.training:
-            return  # an evaluation of a layer that has no backward
+        has_backward = internals.backward_id() >= 0
+        if not has_backward and self._is_evaluated():
+            return
         parameter, history = self.parameter(), self.history
         if begins is None and parameter.is_leaf and parameter.requires_grad:
             in_fsdp = [] if self.fsdp is None else [self.fsdp]
@@ -540,6 +542,19 @@ class Float8Weight:
             (shared or self.histories[name]).record(value, backward, bool(begins))
             if shared and (own := self.histories.get("input")) is not None:
                 own.is_replaced = own is not shared
+
+    def note_model(self, model: nn.Module) -> None:
+        """Remember the model that is converted or updated, if it is in training mode."""
+        self._model = weakref.ref(model) if model.training else None
+
+    def _is_evaluated(self) -> bool:
+        """Whether the model was in training mode when it was last updated, and is not now.
+
+        The mode of the layer does not tell: parts that are not trained may be in evaluation mode
+        while the others train. Nor does that of a model which trains in evaluation mode.
+        """
+        model = None if self._model is None else self._model()
+        return model is not None and not model.training
 
     def forget(self) -> None:
         """Drop the cached statistics, and what histories recorded since the last sync."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from fp8_dist import convert_to_linear, skip_head
 from fp8_dist.doctor.models import build_model, function_named
 from fp8_dist.tensor_parallel import apply_tp_plan
+from fp8_dist.text import kind_of
 from fp8_dist.transport import Encoding
 from scripts.common.models import convert
 from scripts.common.recipes import BF16
@@ -115,7 +116,7 @@ def own_plan(name: str, model: nn.Module, options: dict[str, Any]) -> dict[str, 
     except Exception as error:  # of the user's code
         raise ValueError(f"--tp-plan {name}: {type(error).__name__}: {error}") from error
     if not isinstance(plan, dict) or not plan:
-        what = "an empty dict" if plan == {} else f"a {type(plan).__name__}"
+        what = "an empty dict" if plan == {} else kind_of(plan)
         raise ValueError(f"--tp-plan {name}: it returned {what}, not names with parallel styles")
     return plan
 

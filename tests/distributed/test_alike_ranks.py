@@ -183,3 +183,23 @@ def test_one_comparison_in_the_first_forward() -> None:
             counts.append(count[0])
     assert counts == [1, 1, 2, 2]
     assert all(row.dtype is not torch.int64 for row in audit.rows)
+
+
+@on_ranks(2, returns=[])
+def test_what_has_no_bits_is_left_out() -> list[str]:
+    """Parameters without a size yet, and sparse ones."""
+
+    class Extra(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.late = Net(layers=1), nn.LazyLinear(16, bias=False)
+            self.table = nn.Parameter(torch.eye(4).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.late(self.net(x))
+
+    mesh, model = device_mesh(tp=2), Extra()
+    convert_to_float8_training(model, module_filter_fn=lambda _, fqn: fqn.startswith("net"))
+    plan = {f"net.{name}": style for name, style in net_plan(model.net, False).items()}
+    apply_tp_plan(model, mesh["tp"], plan)
+    return told(model, torch.ones(2, 8, 64))

@@ -291,6 +291,10 @@ def test_norms_of_shards_without_elements() -> None:
             expected = nn.utils.get_total_norm([whole.float()], norm_type)
             rtol = 2**-8 if whole.dtype is torch.bfloat16 else 1e-6
             torch.testing.assert_close(found, expected, rtol=rtol, atol=0, equal_nan=True)
+    exact = torch.tensor([[1 + 2.0**-40], [1.0]], dtype=torch.float64)
+    double = nn.Parameter(distribute_tensor(exact, mesh, [Shard(0)]))
+    double.grad = distribute_tensor(exact, mesh, [Shard(0)])
+    assert clip_grad_norm_([double], 2.0, math.inf).item() == exact.max().item()
     refused = raised(ValueError, lambda: clip_grad_norm_([sharded], 1.0, 0))
     assert refused == "clip_grad_norm_: norm_type must be positive, got 0.0"
 

@@ -66,8 +66,8 @@ def test_the_bytes_are_those_of_the_plan() -> None:
     assert shown == rows
     assert all(plan["between"] == "0.0" for plans in (node, tensor) for plan in plans.values())
     assert (
-        f"send for {nodes['bf16']['ms']} ms per step with weights in bf16 and gradients in fp32, "
-        f"and for {nodes[ours]['ms']} ms with both in float8."
+        f"spend {nodes['bf16']['ms']} ms per step on sending with weights in bf16 and gradients in fp32, "
+        f"and {nodes[ours]['ms']} ms with both in float8."
     ) in PROSE
 
 

@@ -153,7 +153,7 @@ ELSEWHERE = {
     ("README.md", "GB that a GPU sends per step"): "tests/scripts/test_readme.py",
 }
 # Times of the README that tests/scripts/test_readme.py computes.
-COMPUTED = re.compile(r"64 GPUs send for \d+ ms per step with [\w ]+, and for \d+ ms with both")
+COMPUTED = re.compile(r"64 GPUs spend \d+ ms per step on sending with [\w ]+, and \d+ ms with both")
 
 
 def sentences() -> Iterator[tuple[str, str]]:

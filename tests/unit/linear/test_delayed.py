@@ -154,6 +154,27 @@ def test_evaluation_leaves_no_trace(mode: Callable) -> None:
     assert amaxes(nets[0]) == amaxes(nets[1])
 
 
+@pytest.mark.parametrize("trains_in_evaluation_mode", [False, True])
+def test_a_frozen_part_without_a_backward(trains_in_evaluation_mode: bool) -> None:
+    """Its forwards record in whichever mode it is, but for those of a model that is evaluated."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert_to_float8_training(model, config=DELAYED)
+    model[0].requires_grad_(False).eval()
+    model.train(not trains_in_evaluation_mode)
+    model[0].eval()
+    for factor in (1.0, 1000.0):
+        x = torch.randn(8, 32) * factor
+        model(x).square().mean().backward()
+        mode = model.training
+        model.eval()
+        if not trains_in_evaluation_mode:
+            model(x * 10)  # with gradients
+        model.train(mode)
+        model[0].eval()
+        sync(model)
+    assert amaxes(model)["0.input"][0] == x.abs().max().item()
+
+
 def test_operands_that_no_gemm_takes() -> None:
     for frozen in ("weight", "input", "both"):
         linear = layer()

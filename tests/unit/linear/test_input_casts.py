@@ -75,6 +75,17 @@ def test_the_address_of_a_freed_storage() -> None:
         before = found
 
 
+def test_an_evaluation_has_casts_of_its_own() -> None:
+    """A recorder may keep them, and autograd can't save inference tensors."""
+    x = torch.randn(48, 64)
+    with torch.inference_mode():
+        evaluated = cast_input(x, PLAN)[0]
+    trained = cast_input(x, PLAN)[0]
+    assert evaluated.qdata.is_inference()
+    assert not trained.qdata.is_inference()
+    assert cast_input(x, PLAN)[0].qdata is trained.qdata
+
+
 def by_numpy(x: Tensor) -> None:
     array = x.numpy()
     array *= 3
