@@ -246,12 +246,8 @@ def union_of(meshes: Collection[DeviceMesh]) -> list[Axis]:
     return union
 
 
-# The integers as which numbers are reduced.
-_INTEGERS = {
-    torch.uint8: torch.uint8,
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-}
+# The integers as which floats are reduced.
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
@@ -265,6 +261,6 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[str]) -> torch.Tensor:
     # floats, read as integers, are ordered like the floats, with NaN above infinity, and those of
     # -1 are a negative integer. The largest uint8 exponent is NaN.
     for name in groups:
-        bits = amax.view(_INTEGERS[amax.dtype])
+        bits = amax.view(_INTEGERS[amax.dtype]) if amax.is_floating_point() else amax
         amax = funcol.wait_tensor(funcol.all_reduce(bits, "max", name)).view(amax.dtype)
     return amax

@@ -235,7 +235,7 @@ local: tp_size 2, out or in divided, whichever gains less
   model.layers.0.self_attn.k_proj          256 x 4096    128 x 4096   skip    out <= 1024 and in <= 4096
   model.layers.0.self_attn.v_proj          256 x 4096    128 x 4096   skip    out <= 1024 and in <= 4096
   model.layers.0.self_attn.o_proj          4096 x 8192   2048 x 8192  float8  large enough, from about 6,700 tokens on
-  lm_head                                  256 x 4096    128 x 4096   skip    it is the model's head
+  lm_head                                  256 x 4096    128 x 4096   skip    it is the model's head, by its name
   model.layers.0.mlp.experts.gate_up_proj  28672 x 4096  not divided  float8  large enough
   model.layers.0.mlp.experts.down_proj     4096 x 14336  not divided  float8  large enough
 filter_fqns: 'layers.7' matched no layer""",
