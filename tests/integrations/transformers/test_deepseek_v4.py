@@ -233,7 +233,7 @@ def test_wrong_entries_are_named_before_anything_is_written(folder: Path, tmp_pa
         ({"scale": scales[0, 0]}, layout.format(64, "F8_E8M0 []")),
         (
             {"weight_scale_inv": scales.clone()},
-            f"{W1}.weight is in float8, and its scales in the checkpoin",
+            f"{W1}.weight is in MXFP4, which has one tensor of exponents and no zero points, but",
         ),
         ({"scale": None}, f"{W1}.weight has values of shape [64, 64], and the model has [1, 64,"),
         ({"weight": None, "scale": None}, f"missing {W1}.weight"),

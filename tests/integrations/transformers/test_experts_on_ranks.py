@@ -196,14 +196,14 @@ def test_setups_that_do_not_fit(ranks: RankPools) -> None:
     recipe, combine, three, plain, one, around, early, *placed = ranks(2).run_same(refused)
     differ = "parallelize_module: the ranks of DeviceMesh((ep=2), 'cpu', stride=(1,)) have set up "
     assert all(text.startswith(differ) for text in (recipe, combine, one))
-    assert "recipe='mxfp8'" in recipe
+    assert "recipe rowwise_folded on rank 0, mxfp8 on rank 1" in recipe
     assert early == (
         "convert_experts_to_float8_training: the weights of model.layers.1.mlp.experts are "
         "distributed already. Convert the model first, then apply tensor parallelism, then "
         "fully_shard. One that is distributed already, as after convert_to_linear, can't be "
         "converted: make a new model in this order, and load the state_dict of this one"
     )
-    assert "combine='float8'" in combine
+    assert "combine: 'high_precision' on rank 0; 'float8' on rank 1" in combine
     assert "model.layers.1.mlp.experts.gate_up_proj" in one
     assert_expected_inline(
         "\n".join([three, plain, around, *placed]),
