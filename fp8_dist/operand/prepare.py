@@ -258,12 +258,13 @@ def _cache_key(x: torch.Tensor) -> Any:
         return None
     if (version := internals.version_of(x)) is None:
         return None
-    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage.
+    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage. The
+    # address of the data also tells parts of a tensor apart.
     memory = internals.storage_address(x), x.data_ptr()
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     # A CUDA graph must contain its casts, and its replays may write to the input.
     graphs = current_capture(), number_of_replays()
-    return version, memory, shape, x.storage_offset(), x.dtype, current_stream(x.device), graphs
+    return version, memory, shape, x.dtype, current_stream(x.device), graphs
 
 
 def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:

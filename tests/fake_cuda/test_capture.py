@@ -214,21 +214,21 @@ def test_work_of_captured_steps(fake_cuda: FakeCudaProcess) -> None:
         fake_cuda.run(work_of_steps, "tensorwise"),
         """\
                        launches  _many  _cast_many  _tiles  _rows  _cast  all_reduce
-eager                  97        1      1           8       0      8      2
-captured               99        1      1           8       0      8      2
-captured, no update    108       0      0           12      0      16     5
-eager, later           97        1      1           8       0      8      2
-eager, after a replay  108       0      0           12      0      16     5""",
+eager                  99        1      1           8       0      8      2
+captured               101       1      1           8       0      8      2
+captured, no update    110       0      0           12      0      16     5
+eager, later           99        1      1           8       0      8      2
+eager, after a replay  110       0      0           12      0      16     5""",
     )
     assert_expected_inline(
         fake_cuda.run(work_of_steps, "rowwise_folded"),
         """\
                        launches  _many  _cast_many  _tiles  _rows  _cast  all_reduce
-eager                  111       1      1           0       4      4      1
-captured               113       1      1           0       4      4      1
-captured, no update    120       0      0           0       8      12     1
-eager, later           111       1      1           0       4      4      1
-eager, after a replay  120       0      0           0       8      12     1""",
+eager                  113       1      1           0       4      4      1
+captured               115       1      1           0       4      4      1
+captured, no update    122       0      0           0       8      12     1
+eager, later           113       1      1           0       4      4      1
+eager, after a replay  122       0      0           0       8      12     1""",
     )
 
 
