@@ -33,9 +33,12 @@ _MARGIN = 3.0
 # values of a cast, so the errors of fp32 itself would be too small.
 _ROUNDING = 2.0**-12
 
-# With fewer elements, as in a scalar loss, one draw of rounding errors may be almost zero. Then
-# differences are also measured against the values themselves.
+# With fewer elements, as in a scalar loss, one draw of rounding errors may be almost zero. Outputs
+# then get more draws, and a wider margin, because few numbers may differ by chance. Gradients are
+# measured against their values.
 _FEW = 64
+_DRAWS = 8
+_WIDER = 3.0
 
 # Tensors by the name of what has them; None for one that is missing.
 _Tensors = Mapping[Any, Sequence[Any]]
@@ -61,8 +64,10 @@ def check_tp_plan(
     as the change on one device when the output of each module, and its gradient, are rounded. A
     plain tensor is compared with the tensor of one device, or with this rank's part of that along
     one dim if it is the output of a module of the plan. It also agrees if its sum over ranks does.
-    Other outputs of another shape are not compared. Tensors of fewer than 64 elements are compared
-    roughly. Weights that are zero hide errors in their inputs.
+    Other outputs of another shape are not compared. For outputs of fewer than 64 elements, such as
+    a loss, the effect of rounding is measured eight times, and nine times as much counts. Gradients
+    of fewer than 64 elements are compared roughly. Weights that are zero hide errors in their
+    inputs.
 
     What the model returns must be whole on every rank, because a loss takes a plain tensor for the
     whole. A DTensor is whole, however it is sharded, as for ``loss_parallel``. If code outside the
@@ -84,7 +89,7 @@ def check_tp_plan(
     Afterwards ``apply_tp_plan`` does not warn about layers of ``model`` that look fused under
     ``plan``.
 
-    Collectives: an all-reduce of 16 bytes, which ``comm_audit`` does not count, to compare weights
+    Collectives: two all-reduces of 16 bytes, which ``comm_audit`` does not count, to compare weights
     and batch between ranks. Those of ``apply_tp_plan``, and of a forward and a backward. An
     all-gather or all-reduce of each output and gradient that is a DTensor, and an all-reduce of
     each plain output that differs. Two all-reduces of 16 bytes per module call and per parameter.
@@ -108,12 +113,15 @@ def check_tp_plan(
                 f"check_tp_plan: {name!r} is {state}. Check a model with its values, before "
                 "apply_tp_plan and fully_shard"
             )
-    facts = Facts()
-    facts.of(mesh).update(
+    weights, inputs = Facts(), Facts()
+    weights.of(mesh).update(
         {f"the values of {name!r}": _digest(x) for name, x in model.state_dict().items()}
-        | {f"tensor {i} of the batch": _digest(x) for i, x in enumerate(_leaves(batch))}
     )
-    facts.check("check_tp_plan", fix="Give the same weights and the same batch to all ranks")
+    inputs.of(mesh).update({f"tensor {i}": _digest(x) for i, x in enumerate(_leaves(batch))})
+    weights.check("check_tp_plan", fix="Give the same weights to all ranks")
+    inputs.check(
+        "check_tp_plan", found="were given different batches", fix="Give the same one to all ranks"
+    )
     devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=mesh.device_type), torch.enable_grad():
         one, rounded, parallel = runs = [_Run(copy.deepcopy(model).eval(), mesh) for _ in range(3)]
@@ -124,15 +132,17 @@ def check_tp_plan(
         parallel.diagnosis = lambda: Diagnosis(model, mesh, styles, one.calls, parallel.calls)
         for run in runs:
             run.forward(batch, rounds=run is rounded)
-        _compare_outputs({*styles}, output_layouts, *runs)
+        draws = [rounded.outputs, *_more_draws(model, batch, one)]
+        _compare_outputs({*styles}, output_layouts, one, draws, parallel)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
-        for name, error in _errors(mesh, *(run.gradients() for run in runs)).items():
+        expected, noisy, found = (run.gradients() for run in runs)
+        for name, error in _errors(mesh, expected, [noisy], found).items():
             if error.counts:
                 raise ValueError(
-                    f"check_tp_plan: the outputs agree. From the last layer on, the gradient of "
-                    f"{name!r} is the first that differs from one device's under the plan: "
-                    f"{error}. {_about_gradient(parallel.diagnosis(), name)}"
+                    f"check_tp_plan: under the plan, the gradient of {name!r} differs from that on "
+                    f"one device {error}. All outputs agree, and so do the gradients of the layers "
+                    f"that run after it. {_about_gradient(parallel.diagnosis(), name)}"
                 )
     mark_checked(model, mesh, plan)
 
@@ -152,8 +162,8 @@ class _Error(NamedTuple):
     def __str__(self) -> str:
         by = f"by {self.difference:.2g}" if self.difference < torch.inf else "in shape, or by NaN"
         return (
-            f"{by}, where values are {self.size:.2g} and rounding changes them by "
-            f"{self.rounding:.2g} (root mean squares)"
+            f"{by} (values: {self.size:.2g}, effect of rounding: {self.rounding:.2g}, all as root "
+            "mean squares)"
         )
 
 
@@ -258,14 +268,28 @@ class _Run:
             ) from error
 
 
+def _more_draws(model: nn.Module, batch: Any, one: _Run) -> Iterator[_Tensors]:
+    """Run the model on one device with other rounding errors, for its outputs of few elements."""
+    few = [key for key, outputs in one.outputs.items() if any(x.numel() < _FEW for x in outputs)]
+    for _ in range(_DRAWS - 1 if few else 0):
+        run = _Run(copy.deepcopy(model).eval(), one.mesh)
+        run.forward(batch, rounds=True)
+        yield {key: run.outputs[key] for key in few}
+
+
 def _compare_outputs(
-    placed: set[str], returned: Placement | None, one: _Run, rounded: _Run, parallel: _Run
+    placed: set[str],
+    returned: Placement | None,
+    one: _Run,
+    draws: Sequence[_Tensors],
+    parallel: _Run,
 ) -> None:
     """Raise for the first difference.
 
     Args:
         placed: the modules whose outputs may be parts.
         returned: the placement of parts that the model may return.
+        draws: the outputs on one device with rounding errors.
     """
     mesh, comparable = one.mesh, dict[CallKey, list[torch.Tensor | None]]()
     for call, expected in one.outputs.items():
@@ -275,7 +299,7 @@ def _compare_outputs(
             comparable[call] = [x if _is_returned(x, y, returned, mesh) else None for x, y in pairs]
         elif call[0] in placed or [x.shape for x in outputs] == [x.shape for x in expected]:
             comparable[call] = [*outputs]
-    errors = _errors(mesh, one.outputs, rounded.outputs, comparable)
+    errors = _errors(mesh, one.outputs, draws, comparable)
     agreeing = "no module"
     for call, expected in one.outputs.items():
         (name, _), suffix = call, ""
@@ -287,7 +311,7 @@ def _compare_outputs(
                     total.copy_(x)
             for total in sums:
                 dist.all_reduce(total, group=mesh.get_group())
-            error = _errors(mesh, {call: expected}, rounded.outputs, {call: sums})[call]
+            error = _errors(mesh, {call: expected}, draws, {call: sums})[call]
             if not error.counts:
                 errors[call], suffix = error, ", summed over ranks,"
         if errors[call].counts:
@@ -311,7 +335,7 @@ def _compare_outputs(
 
 
 def _errors(
-    mesh: DeviceMesh, one: _Tensors, rounded: _Tensors, parallel: _Tensors
+    mesh: DeviceMesh, one: _Tensors, draws: Sequence[_Tensors], parallel: _Tensors
 ) -> dict[Any, _Error]:
     """The largest error of each list of tensors, over the tensors and over the ranks.
 
@@ -320,11 +344,11 @@ def _errors(
     rows = []
     for key, tensors in one.items():
         worst = _Error(-1.0)
-        others = zip_longest(tensors, rounded.get(key, ()), parallel.get(key, ()))
-        for x, noisy, output in islice(others, len(tensors) if key in parallel else 0):
-            size, rounding = _rms(x), _distance(x, noisy, mesh)
-            if x.numel() < _FEW:
-                rounding = max(rounding, size)
+        lists = [rounded[key] for rounded in draws if key in rounded]
+        others = zip_longest(tensors, parallel.get(key, ()))
+        for i, (x, output) in enumerate(islice(others, len(tensors) if key in parallel else 0)):
+            noisy = [outputs[i] for outputs in lists if i < len(outputs)]
+            size, rounding = _rms(x), _effect(x, noisy, mesh)
             difference = _distance(x, output, mesh)
             ratio = difference / min(max(rounding, 1e-30), 1e30)
             worst = max(worst, _Error(ratio, difference, size, rounding))
@@ -332,6 +356,18 @@ def _errors(
     table = torch.tensor(rows, device=mesh.device_type).view(-1, len(_Error._fields))
     dist.all_reduce(table, dist.ReduceOp.MAX, mesh.get_group())
     return {key: _Error(*row) for key, row in zip(one, table.tolist(), strict=True)}
+
+
+def _effect(x: torch.Tensor, noisy: Sequence[torch.Tensor], mesh: DeviceMesh) -> float:
+    """The effect of rounding errors on a tensor, given that with some draws of them."""
+    if not noisy:  # a call that rounding errors avoid, as of an expert
+        return torch.inf
+    first = _distance(x, noisy[0], mesh)
+    if x.numel() >= _FEW:
+        return first
+    if len(noisy) == 1:
+        return max(first, _rms(x))
+    return _WIDER * _rms(torch.tensor([_distance(x, other, mesh) for other in noisy]))
 
 
 def _distance(whole: torch.Tensor, other: torch.Tensor | None, mesh: DeviceMesh) -> float:
@@ -367,7 +403,6 @@ def _is_returned(
 def _about_gradient(diagnosis: Diagnosis, parameter: str) -> str:
     return (
         diagnosis.misread_by(parameter.rpartition(".")[0])
-        or diagnosis.returned_part()
         or "Does it need a style that sums its gradient, such as SequenceParallel?"
     )
 

@@ -47,9 +47,18 @@ class Facts:
         return self._by_ranks.setdefault(_mesh_ranks(mesh), (mesh, {}))[1]
 
     def check(
-        self, caller: str, *, fix: str = "Convert and parallelize it in the same way on all ranks"
+        self,
+        caller: str,
+        *,
+        found: str = "have set up the model in different ways",
+        fix: str = "Convert and parallelize it in the same way on all ranks",
     ) -> None:
         """Raise if facts differ between the ranks of a mesh.
+
+        Args:
+            caller: the function that checks, for the error.
+            found: what the ranks did, for the error.
+            fix: what to do, for the error.
 
         Collectives: those of ``first_difference`` for each mesh.
 
@@ -76,10 +85,7 @@ class Facts:
             if new is not None:
                 failed_mesh, difference = mesh, new
         if difference:
-            raise ValueError(
-                f"{caller}: the ranks of {failed_mesh} have set up the model in different ways: "
-                f"{difference}. {fix}"
-            )
+            raise ValueError(f"{caller}: the ranks of {failed_mesh} {found}: {difference}. {fix}")
 
 
 @lru_cache  # because it is called for each layer of a model

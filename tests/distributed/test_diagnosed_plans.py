@@ -312,16 +312,26 @@ def test_a_model_that_returns_a_part_is_refused() -> None:
 @on_ranks(2)
 def test_a_loss_of_a_part_is_refused() -> None:
     """One that the model computes, of logits that it takes for all; or that fails without them."""
-    case = Case(False, WHOLE)
-    half = case.plan(unembed=ColwiseParallel())
-    for modulus in (40, WORDS):
 
-        def loss(logits: torch.Tensor, _: Any, modulus: int = modulus) -> torch.Tensor:
-            return F.cross_entropy(logits.flatten(0, 1), tokens().flatten() % modulus)
+    def loss(logits: torch.Tensor, modulus: int) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), tokens().flatten() % modulus)
 
-        text = refused(case.model(loss), half)
-        assert "The output of 'unembed' (ColwiseParallel) is this rank's part of dim 2, " in text
-        assert ("the forward of the model fails: IndexError: Target" in text) == (modulus > 40)
+    head = "The output of 'unembed' (ColwiseParallel) is this rank's part of dim 2, [2, 8, 48] of "
+    remedy = "for the whole. Give it output_layouts=Replicate(), or keep it a DTensor ("
+    for case in (Case(False, WHOLE), Case(True, LENGTH)):
+        half = case.plan(unembed=ColwiseParallel(input_layouts=case.stream))
+        for frozen in ("no parameter", "unembed", ""):
+            model = case.model(lambda logits, _: loss(logits, WORDS // 2))
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not name.startswith(frozen))
+            check(model, case.plan())
+            text = refused(model, half)
+            assert "the output of the model is the first that differs from one" in text, text
+            assert head in text
+            assert remedy in text
+        text = refused(case.model(lambda logits, _: loss(logits, WORDS)), half)
+        assert "the forward of the model fails: IndexError: Target" in text
+        assert head in text
 
 
 @on_ranks(2)
