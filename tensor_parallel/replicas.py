@@ -46,11 +46,13 @@ def compare_at_first_forward(model: nn.Module, mesh: DeviceMesh, styles: Mapping
     root, compared = weakref.ref(model), set[bool]()
 
     def compare(name: str, layouts: Mapping[Any, Any], inputs: Mapping[Any, Any]) -> None:
-        whole, plain = root(), {p: x for p, x in inputs.items() if _is_plain(x)}
-        parameters = {} if whole is None else _replicated(whole, mesh)
-        is_traced = agreement.has_stand_ins([*plain.values(), *parameters.values()])
+        whole = root()
+        plain = {p: x for p, x in inputs.items() if _is_plain(x)}
+        tensors = [*plain.values(), *(() if whole is None else whole.parameters())]
+        is_traced = agreement.has_stand_ins(tensors)
         if is_traced or current_capture() or has_functorch_transforms():
             return
+        parameters = {} if whole is None else _replicated(whole, mesh)
         compared.add(torch.is_grad_enabled())
         shown = repr(name) if name else "the model"
         read = {place: x for place, x in plain.items() if layouts.get(place) == Replicate()}

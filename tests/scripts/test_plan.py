@@ -283,24 +283,24 @@ def test_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert_expected_inline(
         "\n".join(map(" | ".join, printed[0]["axes"])),
         """\
-dp | 235,988 | 297,428
-dp, sent within nodes | 88,527 | 111,567
-dp, sent between nodes | 88,527 | 111,567
-tp | 74,540 | 90,836
-tp, sent within nodes | 37,676 | 45,780
+dp | 235,908 | 297,348
+dp, sent within nodes | 88,467 | 111,507
+dp, sent between nodes | 88,467 | 111,507
+tp | 74,456 | 90,752
+tp, sent within nodes | 37,592 | 45,696
 tp, sent between nodes | 0 | 0
-world | 56 | 0
-world, sent within nodes | 74 | 0
-world, sent between nodes | 24 | 0""",
+world | 60 | 4
+world, sent within nodes | 80 | 6
+world, sent between nodes | 25 | 1""",
     )
     rows = [line for found in printed for line in found["summary"]]
     assert_expected_inline(
         "\n".join(" | ".join([row[0], *row[8:]]) for row in rows),
         """\
-tensorwise | 56 | 0.0 | 0.0 | 12627.7 | 0.0 | 12627.7
-bf16 | 0 | 0.0 | 0.0 | 15734.7 | 0.0 | 15734.7
-tensorwise | 56 | 0.0 | 0.0 | 0.0 | 8855.1 | 8855.1
-bf16 | 0 | 0.0 | 0.0 | 0.0 | 11156.7 | 11156.7""",
+tensorwise | 56 | 0.0 | 0.0 | 12613.9 | 0.0 | 12613.9
+bf16 | 0 | 0.0 | 0.0 | 15720.9 | 0.0 | 15720.9
+tensorwise | 56 | 0.0 | 0.0 | 0.0 | 8849.2 | 8849.2
+bf16 | 0 | 0.0 | 0.0 | 0.0 | 11150.8 | 11150.8""",
     )
 
 
