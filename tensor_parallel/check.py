@@ -21,8 +21,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
-from fp8_dist.tensor_parallel.diagnosis import CallKey, Diagnosis, SeenCall, part_of, positive
+from fp8_dist.tensor_parallel.diagnosis import (
+    CallKey,
+    Diagnosis,
+    SeenCall,
+    part_of,
+    positive,
+    unwrapped_modules,
+)
 from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
+from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import tree_map
 from fp8_dist.weight.agreement import Facts
 
@@ -89,10 +97,11 @@ def check_tp_plan(
     Afterwards ``apply_tp_plan`` does not warn about layers of ``model`` that look fused under
     ``plan``.
 
-    Collectives: two all-reduces of 16 bytes, which ``comm_audit`` does not count, to compare weights
-    and batch between ranks. Those of ``apply_tp_plan``, and of a forward and a backward. An
-    all-gather or all-reduce of each output and gradient that is a DTensor, and an all-reduce of
-    each plain output that differs. Two all-reduces of 16 bytes per module call and per parameter.
+    Collectives: two all-reduces of 16 bytes, which ``comm_audit`` does not count, to compare the
+    weights and the batch between ranks. Those of ``apply_tp_plan``, and of a forward and a
+    backward. An all-gather or all-reduce of each output and gradient that is a DTensor, and an
+    all-reduce of each plain output that differs. Two all-reduces of 16 bytes per module call and
+    per parameter.
 
     Raises:
         ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
@@ -128,7 +137,8 @@ def check_tp_plan(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about layers that look fused, which are compared here
             apply_tp_plan(parallel.model, mesh, plan)
-        styles = styles_by_name(model, plan)
+        found = styles_by_name(model, plan)
+        styles = {without_wrappers(name): style for name, style in found.items()}
         parallel.diagnosis = lambda: Diagnosis(model, mesh, styles, one.calls, parallel.calls)
         for run in runs:
             run.forward(batch, rounds=run is rounded)
@@ -136,8 +146,8 @@ def check_tp_plan(
         _compare_outputs({*styles}, output_layouts, one, draws, parallel)
         for run in runs:
             run.backward(loss, [*one.outputs.values()][-1])
-        expected, noisy, found = (run.gradients() for run in runs)
-        for name, error in _errors(mesh, expected, [noisy], found).items():
+        expected, noisy, actual = (run.gradients() for run in runs)
+        for name, error in _errors(mesh, expected, [noisy], actual).items():
             if error.counts:
                 raise ValueError(
                     f"check_tp_plan: under the plan, the gradient of {name!r} differs from that on "
@@ -205,7 +215,7 @@ class _Run:
             return output
 
         # The hooks stay for the backward, where activation checkpointing calls modules again.
-        for name, module in self.model.named_modules():
+        for name, module in unwrapped_modules(self.model).items():
             module.register_forward_pre_hook(partial(enter, name), prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(leave, name))
         batch = _mapped(_cloned, batch)
@@ -237,7 +247,8 @@ class _Run:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters, in about the order in which a backward reaches them."""
-        named = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
+        parameters = self.model.named_parameters()
+        named = [(without_wrappers(name), p) for name, p in parameters if p.requires_grad]
         # Parameters that no call of their own module uses come last.
         order = {name: i for i, (name, _) in enumerate(reversed(self.outputs))}
         named.sort(key=lambda pair: order.get(pair[0].rpartition(".")[0], len(order)))

@@ -5,18 +5,24 @@ They tell which tensors are whole, and which are parts. No other rank is asked, 
 may have failed on this rank alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    SequenceParallel,
+)
 
 from fp8_dist.linear import Float8Linear
 from fp8_dist.mesh import Layout, local_pieces, taken
 from fp8_dist.tensor_parallel.lengths import layouts_read
+from fp8_dist.text import without_wrappers
 
 # The name of a module, and the number of its call.
 CallKey = tuple[str, int]
@@ -96,9 +102,30 @@ class _Tensor(NamedTuple):
         return f"Shard({-1 if dim == len(self.whole) - 1 else dim})"
 
     def __str__(self) -> str:
+        if self.given is None and self.shape != self.whole:
+            return f"{list(self.shape)} of {list(self.whole)}"
         if not isinstance(self.given, Shard):
             return f"whole, {list(self.shape)}"
         return f"this rank's part of dim {self.given.dim}, {list(self.shape)} of {list(self.whole)}"
+
+
+class _Reader(NamedTuple):
+    """A module whose entry reads a tensor as a part of one dim, or as a whole (None)."""
+
+    name: str
+    dim: int | None
+    shape: torch.Size
+
+    def reads(self, summand: _Tensor) -> Placement:
+        """The placement of a summand, whose dims are the last ones of the tensor."""
+        if self.dim is None:
+            return Replicate()
+        dim = self.dim - len(self.shape) + len(summand.whole)
+        return Replicate() if dim < 0 or summand.whole[dim] == 1 else Shard(dim)
+
+    def __str__(self) -> str:
+        part = "all" if self.dim is None else f"a part of dim {self.dim}"
+        return f"{part} of {list(self.shape)}"
 
 
 class _Called(NamedTuple):
@@ -107,6 +134,11 @@ class _Called(NamedTuple):
     name: str
     inputs: dict[int | str, _Tensor]
     output: _Tensor | None
+
+
+def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by their names without wrappers, of which it has only the inside."""
+    return {without_wrappers(name): module for name, module in model.named_modules()}
 
 
 def positive(placement: Placement, ndim: int) -> Placement:
@@ -139,7 +171,7 @@ class Diagnosis:
         expected: Mapping[CallKey, SeenCall],
         found: Mapping[CallKey, SeenCall],
     ) -> None:
-        self.model, self.styles = model, styles
+        self.modules, self.styles, self.expected = unwrapped_modules(model), styles, expected
         self.order = [name for name, _ in expected]
         self.calls = []
         for key in [key for key in found if key in expected]:
@@ -160,13 +192,96 @@ class Diagnosis:
         calls = [call for call in self.calls if _is_in(call.name, scope)]
         layers = [call for call in calls if self._is_linear(call.name)]
         return (
-            self._part_in_the_stream(scope, calls)
+            self._missing(at)
+            or self._unlike_embeddings()
+            or self._part_in_the_stream(scope, calls)
             or next(filter(None, map(self.misread, calls)), "")
             or self._whole_beside_parts(layers)
             or self._unlike_the_stream(scope, calls)
             or next(filter(None, map(self._unsummed, layers)), "")
-            or (self.returned_part() if at == "" else self._part_in_code(layers))
+            or (self.returned_part() if self._is_behind(at) else self._part_in_code(at, layers))
         )
+
+    def _missing(self, at: str) -> str:
+        """Describe a module without an entry, whose plain weight fails beside a DTensor."""
+        call = next((call for call in reversed(self.calls) if call.name == at), None)
+        around = [style for name, style in self.styles.items() if _is_in(at, name)]
+        is_placed = not all(isinstance(x, PrepareModuleInput | PrepareModuleOutput) for x in around)
+        if call is None or call.output is not None or is_placed:
+            return ""
+        x = next((x for x in call.inputs.values() if not x.is_plain), None)
+        if x is None or not [*self.modules[at].parameters(recurse=False)]:
+            return ""
+        beside = next((name for name in self.styles if self._is_alike(name, at)), None)
+        layouts = []
+        if isinstance(x.given, Shard):
+            layouts = [f"input_layouts={x.layout(x.given)}"]
+        found, style = "its input is a DTensor", ""
+        if self._is_linear(at) and x.is_divided:
+            style = f"{self._prefix(at)}RowwiseParallel"
+        elif beside is not None:
+            found = f"one for {self._shown(beside)} beside it"
+            style = f"{self._prefix(at)}ColwiseParallel{_in_brackets(layouts)}"
+        elif at == self._last_layer(""):
+            layouts += ["output_layouts=Replicate()"]
+            style = f"{self._prefix(at)}ColwiseParallel{_in_brackets(layouts)}"
+        elif isinstance(self.modules[at], nn.LayerNorm | nn.RMSNorm) and x.given == Shard(1):
+            style = "SequenceParallel"
+        question = f". Did you mean {style}?" if style else ""
+        return f"The plan has no entry for {at!r}, but {found}{question}"
+
+    def _is_alike(self, name: str, other: str) -> bool:
+        """Whether a column-parallel layer is beside another one that takes as many features."""
+        pair: list[Any] = [self.modules[name], self.modules[other]]
+        is_column = isinstance(self.styles[name], ColwiseParallel) and not self._ends(other)
+        if not is_column or _parent(name) != _parent(other):
+            return False
+        return all(map(self._is_linear, (name, other))) and len({x.in_features for x in pair}) == 1
+
+    def _unlike_embeddings(self) -> str:
+        """Describe embeddings that can't be added, before their sum has reached a module."""
+        embeddings = {}
+        for call in self.calls:
+            parts = [*self.modules[call.name].modules()]
+            if call.output is not None and not any(isinstance(m, nn.Embedding) for m in parts):
+                return ""
+            if call.output is not None and isinstance(parts[0], nn.Embedding):
+                embeddings[call.name] = call.output
+        reader = self._first_reader([x.whole for x in embeddings.values()])
+        if reader is None or not all(x.is_plain for x in embeddings.values()):
+            dims = {_from_the_end(x) for x in embeddings.values()}
+            listed = "; ".join(f"that of {self._shown(n)} is {x}" for n, x in embeddings.items())
+            both = f"The outputs of embeddings are divided in different ways: {listed}. "
+            advice = (
+                "If they are added, divide both along the same dim (output_layouts), or neither"
+            )
+            return both + advice if len(dims) > 1 else ""
+        if reader.name in [call.name for call in self.calls]:
+            return ""
+        for name, x in embeddings.items():
+            wanted = reader.reads(x)
+            if x.given in (None, wanted):
+                continue
+            layout = f"output_layouts={x.layout(wanted)}"
+            style = f"RowwiseParallel(input_layouts=Replicate(), {layout})"
+            return (
+                f"The output of {self._shown(name)} is {x}, but {self._shown(reader.name)} behind "
+                f"it reads {reader}. Did you mean {layout if name in self.styles else style}?"
+            )
+        return ""
+
+    def _first_reader(self, shapes: list[torch.Size]) -> _Reader | None:
+        """The module of the first entry that reads a tensor of one of these shapes."""
+        for (name, _), call in self.expected.items():
+            style = self.styles.get(name)
+            reads: Mapping[Any, Any] = {} if style is None else layouts_read(style)
+            for place, seen in call.inputs.items():
+                layout = reads.get(place)
+                if seen.shape in shapes and isinstance(layout, Shard | Replicate):
+                    dim = layout.dim % len(seen.shape) if isinstance(layout, Shard) else None
+                    if dim != len(seen.shape) - 1:  # no layer behind a column-parallel one
+                        return _Reader(name, dim, seen.shape)
+        return None
 
     def misread_by(self, name: str) -> str:
         """Describe an input of a module that is not as its entry reads it; empty if there is none.
@@ -195,13 +310,17 @@ class Diagnosis:
 
     def _other_style(self, call: _Called, wanted: Placement, x: _Tensor) -> str:
         is_row = self._is_linear(call.name) and wanted == x.features
-        colwise = f"{self._prefix(call.name)}ColwiseParallel"
         if self._is_linear(call.name) and x.is_divided:
-            return f"Did you mean {self._prefix(call.name)}RowwiseParallel?"
+            row = self._style(call.name, "RowwiseParallel", "input_layouts=Shard(-1)")
+            return f"Did you mean {row}?"
+        layout = f"input_layouts={x.layout(x.given)}"
         if is_row and x.given == Replicate():
-            return f"Did you mean {colwise}, or input_layouts=Replicate()?"
+            column = self._style(call.name, "ColwiseParallel", layout)
+            other = "" if column == layout else f", or {layout}"
+            return f"Did you mean {column}{other}?"
         if is_row and not self._ends(call.name):
-            return f"Did you mean {colwise}(input_layouts={x.layout(x.given)})?"
+            column = self._style(call.name, "ColwiseParallel", layout, [layout])
+            return f"Did you mean {column}?"
         if is_row:
             return "Does the code before it take a part of the features for all of them?"
         before = self.calls[: self.calls.index(call)]
@@ -209,7 +328,6 @@ class Diagnosis:
         other = f"output_layouts={x.layout(wanted)} for {source!r}" if source else ""
         if isinstance(self.styles.get(call.name), SequenceParallel):
             return f"Did you mean {other or 'to divide the sequence before it'}?"
-        layout = f"input_layouts={x.layout(x.given)}"
         return f"Did you mean {layout}, or {other}?" if other else f"Did you mean {layout}?"
 
     def _whole_beside_parts(self, layers: list[_Called]) -> str:
@@ -224,11 +342,13 @@ class Diagnosis:
                 if is_beside and is_alike and is_whole and not self._ends(call.name):
                     x = other.inputs[0]
                     is_part = isinstance(x.given, Shard) and x.is_plain
-                    arguments = f"(input_layouts={x.layout(x.given)})" if is_part else ""
+                    arguments = [f"input_layouts={x.layout(x.given)}"] if is_part else []
+                    gives = "output_layouts=Shard(-1), the default"
+                    style = self._style(other.name, "ColwiseParallel", gives, arguments)
                     return (
                         f"The output of {self._shown(other.name)} is {other.output}, but that of "
                         f"{self._shown(call.name)}, which reads the same input, is {call.output}. "
-                        f"Did you mean {self._prefix(other.name)}ColwiseParallel{arguments}?"
+                        f"Did you mean {style}?"
                     )
         return ""
 
@@ -246,12 +366,14 @@ class Diagnosis:
         if writer is None or writer.output is None or stream is None or stream.given is None:
             return ""
         output, layout = writer.output, f"output_layouts={stream.layout(stream.given)}"
-        if output.given in (None, stream.given) or writer.name not in self.styles:
+        if output.given in (None, stream.given) or output.whole != stream.whole:
+            return ""
+        if writer.name not in self.styles:
             return ""
         style = layout
         if output.is_divided:
-            arguments = "" if stream.given == Replicate() else f"({layout})"
-            style = f"{self._prefix(writer.name)}RowwiseParallel{arguments}"
+            arguments = [] if stream.given == Replicate() else [layout]
+            style = self._style(writer.name, "RowwiseParallel", layout, arguments)
         return (
             f"The output of {self._shown(writer.name)} is {output}, but the input of {scope!r} is "
             f"{stream}. Did you mean {style}?"
@@ -267,9 +389,11 @@ class Diagnosis:
             "behind it to sum its outputs over ranks. Did you mean output_layouts=Replicate()?"
         )
 
-    def _part_in_code(self, layers: list[_Called]) -> str:
+    def _part_in_code(self, at: str, layers: list[_Called]) -> str:
         """Describe the last part of the features that was given to code of a module."""
         for call in reversed(layers):
+            if call.name != at and any(x.is_divided for x in call.inputs.values()):
+                return ""  # a layer that took a part of the features, and agrees
             if call.output is not None and call.output.is_divided:
                 return (
                     f"The output of {self._shown(call.name)} is {call.output}. Does code behind it "
@@ -282,12 +406,14 @@ class Diagnosis:
     def returned_part(self) -> str:
         """Describe the part of a tensor that the model returns, or takes for its result."""
         names, last = [call.name for call in self.calls], self._last_layer("")
-        begin = len(names) - 1 - names[::-1].index(last) if last in names else 0
+        if last not in names:
+            return ""
+        begin = len(names) - 1 - names[::-1].index(last)
         ends = [c for c in self.calls[begin:] if c.output is not None and c.name]
         ends = [c for c in ends if isinstance(c.output.given, Shard) and c.output.is_plain]  # type: ignore[union-attr]
         if not ends:
             return ""
-        call = ends[-1]
+        call = next((c for c in reversed(ends) if c.name in self.styles), ends[0])
         x: Any = call.output
         layout = f"output_layouts={x.layout(x.given)}"
         gathered = "output_layouts=Replicate()"
@@ -299,6 +425,18 @@ class Diagnosis:
             f"the whole. Give it {gathered}, or keep it a DTensor ({layout}, "
             f"use_local_output=False){loss}"
         )
+
+    def _is_behind(self, at: str) -> bool:
+        """Whether a module is the model, or begins after the last layer."""
+        last = self._last_layer("")
+        after = self.order[len(self.order) - self.order[::-1].index(last) :] if last else []
+        return at == "" or at in after
+
+    def _style(self, name: str, kind: str, change: str, arguments: Sequence[str] = ()) -> str:
+        """A style for a layer; or only an argument, if the layer's entry is of that style."""
+        style = f"{self._prefix(name)}{kind}"
+        is_same = type(self.styles.get(name)).__name__ == style
+        return change if is_same else f"{style}{_in_brackets([*arguments])}"
 
     def _writer(self, scope: str, calls: list[_Called]) -> _Called | None:
         """The last layer of what has ended last in a module, if that ends with a layer."""
@@ -323,15 +461,24 @@ class Diagnosis:
         return call.name in self.styles and call.output is not None and call.output.given == given
 
     def _is_linear(self, name: str) -> bool:
-        return isinstance(self.model.get_submodule(name), nn.Linear)
+        return isinstance(self.modules[name], nn.Linear)
 
     def _prefix(self, name: str) -> str:
         """The beginning of the names of styles for a layer."""
-        return "Float8" if isinstance(self.model.get_submodule(name), Float8Linear) else ""
+        return "Float8" if isinstance(self.modules[name], Float8Linear) else ""
 
     def _shown(self, name: str) -> str:
         style = self.styles.get(name)
         return f"{name!r} ({'no entry' if style is None else type(style).__name__})"
+
+
+def _from_the_end(x: _Tensor) -> int | None:
+    """The dim of which a tensor is a part, counted from the last one."""
+    return x.given.dim - len(x.whole) if isinstance(x.given, Shard) else None
+
+
+def _in_brackets(arguments: list[str]) -> str:
+    return f"({', '.join(arguments)})" if arguments else ""
 
 
 def _parent(name: str) -> str:

@@ -1,7 +1,8 @@
 """Checked application of a tensor-parallel plan.
 
 A *plan* maps module names to parallel styles, as for torch's ``parallelize_module``. Each of the
-dot-separated parts of a name may contain ``*``.
+dot-separated parts of a name may contain ``*``. Names leave out the parts that wrappers add, such
+as ``_checkpoint_wrapped_module``.
 
 torch's styles give each module a new parameter, so modules whose parameters are *tied* would no
 longer share one. If all of them shard it in the same way, they share the first module's parameter
@@ -23,7 +24,7 @@ from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.replicas import compare_at_first_forward
 from fp8_dist.tensor_parallel.styles import CheckedStyle, described
-from fp8_dist.text import alike_names, is_torchaos
+from fp8_dist.text import alike_names, is_torchaos, without_wrappers
 from fp8_dist.weight import agreement
 from fp8_dist.weight.weights import float8_modules
 
@@ -151,7 +152,10 @@ def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:
     """
     fused = []
     for name, style in styles.items() if mesh.size() > 1 else ():
-        layer, (parent, _, child) = model.get_submodule(name), name.rpartition(".")
+        layer, (parent, _, child) = (
+            model.get_submodule(name),
+            without_wrappers(name).rpartition("."),
+        )
         if not isinstance(style, parallel.ColwiseParallel) or not isinstance(layer, nn.Linear):
             continue
         # The style that hf_tp_plan gives to the parent lists layers that transformers declares to
@@ -178,16 +182,23 @@ def styles_by_name(model: nn.Module, plan: Plan) -> Plan:
 def _matched(model: nn.Module, plan: Plan) -> dict[str, dict[str, nn.Module]]:
     """The modules that each pattern matches, by their first name, the only one that torch knows."""
     names = {module: name for name, module in model.named_modules()}
-    return {pattern: {names[m]: m for m in _matches(model, pattern)} for pattern in plan}
+    return {
+        pattern: {names[m]: m for m in _matches(model, without_wrappers(pattern))}
+        for pattern in plan
+    }
 
 
 def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
     """Yield the modules with a name that a pattern matches. A module may have several names."""
+    children = module._modules.items()
+    if inner := next((child for name, child in children if not without_wrappers(name)), None):
+        yield from _matches(inner, pattern)
+        return
     if not pattern:
         yield module
         return
     token, _, rest = pattern.partition(".")
-    for name, child in module._modules.items():
+    for name, child in children:
         if child is not None and fnmatch(name, token):
             yield from _matches(child, rest)
 
@@ -195,13 +206,14 @@ def _matches(module: nn.Module, pattern: str) -> Iterator[nn.Module]:
 def _offenders(model: nn.Module, size: int, plan: Plan) -> Iterator[str]:
     """Yield the reasons why ``plan`` can't be applied on ``size`` ranks, one line each."""
     claimed: dict[str, str] = {}
-    for pattern, matches in _matched(model, plan).items():
+    matched = _matched(model, plan)
+    if unmatched := [repr(pattern) for pattern, matches in matched.items() if not matches]:
+        yield (
+            f"{', '.join(unmatched)} {'match' if len(unmatched) > 1 else 'matches'} no module: a "
+            "name has one part per level, as in model.named_modules(), and '*' stands for one part"
+        )
+    for pattern, matches in matched.items():
         style = plan[pattern]
-        if not matches:
-            yield (
-                f"{pattern!r} matches no module: a name has one part per level, as in "
-                f"model.named_modules(), and '*' stands for one part"
-            )
         for name, module in matches.items():
             if name in claimed:
                 yield (

@@ -10,7 +10,7 @@ If a style is applied by torch's ``parallelize_module``, an all-reduce of 16 byt
 the layers and the style between ranks. A difference raises ValueError.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from fp8_dist.mesh import check_axis
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel import inputs
-from fp8_dist.text import kind_of
+from fp8_dist.text import kind_of, without_wrappers
 from fp8_dist.transport import Encoding
 from fp8_dist.weight import agreement
 from fp8_dist.weight.stored_weight import place_scales
@@ -236,7 +236,7 @@ class PrepareFloat8ModuleInput(inputs.ModuleInput, CheckedStyle):
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         layers, kind = float8_layers(module), type(module).__name__
         fqn = self.fwd_config_submodule_fqn
-        casts = {name: input_cast(layer) for name, layer in layers.items() if fqn in (None, name)}
+        casts = {name: input_cast(layers[name]) for name in self._followed(layers)}
         shown = {name: layers[name].extra_repr() for name in casts}
         dtypes = [cast[0].dtype for cast in casts.values() if cast is not None]
         if not layers:
@@ -266,10 +266,15 @@ class PrepareFloat8ModuleInput(inputs.ModuleInput, CheckedStyle):
                 f"({', '.join(casts)}) cast their input to {dtypes[0]}; drop the argument"
             )
 
+    def _followed(self, layers: Iterable[str]) -> list[str]:
+        """The names of the followed layers, among those of a module's layers."""
+        fqn = self.fwd_config_submodule_fqn
+        return [name for name in layers if fqn in (None, name, without_wrappers(name))]
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.check(module, device_mesh)
         layers = float8_layers(module)
-        name = self.fwd_config_submodule_fqn or next(iter(layers))
+        name = self._followed(layers)[0]
         first = layers[name]
         recipe, length = first.config.recipe, first.config.amax_history_len
         scheme = recipe.gather_scheme["input"]

@@ -12,8 +12,9 @@ from rank_tests import on_ranks
 from ranks import device_mesh
 from reference import all_warnings, raised, same_bits
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -37,6 +38,7 @@ from fp8_dist.tensor_parallel import (
     llama_tp_plan,
 )
 from fp8_dist.tensor_parallel.plans import colwise_style, prepare_style
+from fp8_dist.text import without_wrappers
 from scripts.common.llama import Llama, LlamaConfig
 
 DIM, HEAD_DIM, VOCABULARY = 64, 8, 64
@@ -313,6 +315,28 @@ def test_scalar_losses_in_bf16_and_checkpointed_blocks() -> None:
     for block in model.h:
         block.__class__ = Checkpointed
     check(model, gpt_plan(model, True), batch)
+
+
+@on_ranks(2)
+def test_wrapped_blocks_and_layers_keep_their_names() -> None:
+    for recipe in (None, "tensorwise"):
+        model, wrong = gpt(recipe), gpt(recipe, by_head=False)
+        plan = gpt_plan(model, True)
+        for wrapped in (model, wrong):
+            wrapped.h[0].mlp.fc = checkpoint_wrapper(wrapped.h[0].mlp.fc)
+            for i, block in enumerate(wrapped.h):
+                wrapped.h[i] = checkpoint_wrapper(block)
+        check(model, plan)
+        text = refused(wrong, plan)
+        assert "the output of 'h.0.attn.proj' is the first that differs from one" in text
+        assert "that of 'h.0.attn.qkv' agrees" in text
+        text = refused(model, without(plan, "h.0.ln_2"))
+        assert "the gradient of 'h.0.ln_2.weight' differs from that on one device" in text
+        apply_tp_plan(model, device_mesh(tp=2), plan)
+        placed = {
+            without_wrappers(n) for n, p in model.named_parameters() if isinstance(p, DTensor)
+        }
+        assert placed >= {f"h.0.{name}.weight" for name in ("ln_1", "attn.qkv", "mlp.fc")}
 
 
 def warned(mesh: DeviceMesh, layers: nn.Module, plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -213,6 +214,78 @@ another start: 'blocks.0.norm' (SequenceParallel) reads its input as Shard(1), b
 a sum that is missing: The output of 'blocks.1.down' (Float8RowwiseParallel) is whole, [2, 8, 64], but the input of 'blocks.1' is this rank's part of dim 1, [2, 4, 64] of [2, 8, 64]. Did you mean output_layouts=Shard(1)?
 two mistakes: 'blocks.1.down' (Float8ColwiseParallel) reads its input as Replicate(), but it is this rank's part of dim 2, [2, 8, 64] of [2, 8, 128]. Did you mean Float8RowwiseParallel?
 fixed heads: The output of 'blocks.0.wq' (Float8ColwiseParallel) is this rank's part of dim 2, [2, 8, 32] of [2, 8, 64]. Does code behind it take that for all features? Attention has a part of the heads: unflatten(-1, (-1, head_dim)). To gather it, give the entry output_layouts=Replicate()""",
+    )
+
+
+class Positioned(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.positions = nn.Embedding(8, DIM)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions(torch.arange(8))
+        return self.unembed(self.norm(self.blocks(x)))
+
+
+def embedded(layout: Placement) -> RowwiseParallel:
+    return RowwiseParallel(input_layouts=WHOLE, output_layouts=layout)
+
+
+def forgotten(case: Case) -> dict[str, str]:
+    """The last lines of the errors, where norms return DTensors."""
+    model = Positioned()
+    if case.is_float8:
+        convert_to_float8_training(model, module_filter_fn=lambda _, name: name != "unembed")
+    right = case.plan(positions=embedded(Shard(0)))
+    norms = [name for name, style in right.items() if isinstance(style, SequenceParallel)]
+    right |= {name: SequenceParallel() for name in norms}
+    check(model, right)
+    reader = ("blocks.0.wq", "blocks.0.wv", "blocks.1.up", "blocks.1.gate")
+    left_out = {f"no {n}": {n: None} for n in (*reader, "unembed", "embedding", "positions")}
+    whole = {f"whole {n}": {n: case.column(output_layouts=WHOLE)} for n in reader}
+    changes: dict[str, Plan] = {
+        **left_out,
+        **whole,
+        "whole embedding": {"embedding": embedded(WHOLE)},
+        "positions by feature": {"positions": embedded(Shard(1))},
+        "row of wholes": {"blocks.1.down": case.row(input_layouts=WHOLE)},
+        "row of columns": {"blocks.1.down": case.row(output_layouts=Shard(-1))},
+        "no readers": {"embedding": None} | dict.fromkeys(norms) | dict.fromkeys(reader),
+    }
+    others = ("blocks.0.wk", "blocks.2.up", "blocks.2.gate", "unembed")
+    changes["no readers"] |= dict.fromkeys(others)
+    found = {}
+    for name, change in changes.items():
+        plan = {n: style for n, style in (right | change).items() if style is not None}
+        found[name] = refused(model, plan).splitlines()[-1]
+    return found
+
+
+@pytest.mark.parametrize("is_float8", [False, True])
+def test_entries_that_are_missing_or_gather(ranks: RankPools, is_float8: bool) -> None:
+    found = shown(ranks(2).run_same(forgotten, Case(is_float8, LENGTH)))
+    assert ("Float8" in found) == is_float8
+    assert_expected_inline(
+        found.replace("Float8", ""),
+        """\
+no blocks.0.wq: The plan has no entry for 'blocks.0.wq', but one for 'blocks.0.wk' (ColwiseParallel) beside it. Did you mean ColwiseParallel(input_layouts=Shard(1))?
+no blocks.0.wv: The plan has no entry for 'blocks.0.wv', but one for 'blocks.0.wq' (ColwiseParallel) beside it. Did you mean ColwiseParallel(input_layouts=Shard(1))?
+no blocks.1.up: The plan has no entry for 'blocks.1.up', but one for 'blocks.1.gate' (ColwiseParallel) beside it. Did you mean ColwiseParallel(input_layouts=Shard(1))?
+no blocks.1.gate: The plan has no entry for 'blocks.1.gate', but one for 'blocks.1.up' (ColwiseParallel) beside it. Did you mean ColwiseParallel(input_layouts=Shard(1))?
+no unembed: The plan has no entry for 'unembed', but its input is a DTensor. Did you mean ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())?
+no embedding: The output of 'embedding' (no entry) is whole, [2, 8, 64], but 'blocks.0.norm' (SequenceParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))?
+no positions: The output of 'positions' (no entry) is whole, [8, 64], but 'blocks.0.norm' (SequenceParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))?
+whole blocks.0.wq: The output of 'blocks.0.wq' (ColwiseParallel) is whole, [2, 8, 64], but that of 'blocks.0.wk' (ColwiseParallel), which reads the same input, is this rank's part of dim 2, [2, 8, 32] of [2, 8, 64]. Did you mean output_layouts=Shard(-1), the default?
+whole blocks.0.wv: The output of 'blocks.0.wv' (ColwiseParallel) is whole, [2, 8, 64], but that of 'blocks.0.wq' (ColwiseParallel), which reads the same input, is this rank's part of dim 2, [2, 8, 32] of [2, 8, 64]. Did you mean output_layouts=Shard(-1), the default?
+whole blocks.1.up: The output of 'blocks.1.up' (ColwiseParallel) is whole, [2, 8, 128], but that of 'blocks.1.gate' (ColwiseParallel), which reads the same input, is this rank's part of dim 2, [2, 8, 64] of [2, 8, 128]. Did you mean output_layouts=Shard(-1), the default?
+whole blocks.1.gate: The output of 'blocks.1.gate' (ColwiseParallel) is whole, [2, 8, 128], but that of 'blocks.1.up' (ColwiseParallel), which reads the same input, is this rank's part of dim 2, [2, 8, 64] of [2, 8, 128]. Did you mean output_layouts=Shard(-1), the default?
+whole embedding: The output of 'embedding' (RowwiseParallel) is whole, [2, 8, 64], but 'blocks.0.norm' (SequenceParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean output_layouts=Shard(1)?
+positions by feature: The output of 'positions' (RowwiseParallel) is this rank's part of dim 1, [8, 32] of [8, 64], but 'blocks.0.norm' (SequenceParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean output_layouts=Shard(0)?
+row of wholes: 'blocks.1.down' (RowwiseParallel) reads its input as Replicate(), but it is this rank's part of dim 2, [2, 8, 64] of [2, 8, 128]. Did you mean input_layouts=Shard(-1)?
+row of columns: The output of 'blocks.1.down' (RowwiseParallel) is this rank's part of dim 2, [2, 8, 32] of [2, 8, 64], but the input of 'blocks.1' is this rank's part of dim 1, [2, 4, 64] of [2, 8, 64]. Did you mean output_layouts=Shard(1)?
+no readers: The outputs of embeddings are divided in different ways: that of 'embedding' (no entry) is whole, [2, 8, 64]; that of 'positions' (RowwiseParallel) is this rank's part of dim 0, [4, 64] of [8, 64]. If they are added, divide both along the same dim (output_layouts), or neither""",
     )
 
 
