@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import hypothesis
@@ -79,6 +79,11 @@ def judged(cases: Sequence[TrainCase], jobs: int) -> list[tuple[TrainCase, Verdi
             while judge_next(pools):
                 pass
 
+    if jobs == 1:  # cases of one process run in this one
+        with suppress(KeyboardInterrupt):
+            judge_all()
+        progress.close()
+        return verdicts
     with ThreadPoolExecutor(jobs) as executor:
         running = [executor.submit(judge_all) for _ in range(jobs)]
         try:

@@ -1,6 +1,7 @@
 """Run a case on as many ranks as it needs, and return the verdict."""
 
 import logging
+import threading
 import warnings
 
 from property_actions import run_training
@@ -15,6 +16,10 @@ TIMEOUT_S = 120.0
 def verdict_of(case: TrainCase, pools: RankPools) -> Verdict:
     """The verdict on a case. It has failed if its ranks disagree, die or hang."""
     ranks = processes(case.mesh)
+    # Cases in other threads would share the seeds and the caches of this process.
+    is_alone = threading.current_thread() is threading.main_thread()
+    if ranks == 1 and is_alone:
+        return on_this_rank(case)
     try:
         found = pools(ranks).run(on_this_rank, case, timeout=TIMEOUT_S)
     except RankError as error:
