@@ -258,9 +258,9 @@ def _cache_key(x: torch.Tensor) -> Any:
         return None
     if (version := internals.version_of(x)) is None:
         return None
-    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage. The
-    # address of the data also tells parts of a tensor apart.
-    memory = internals.storage_address(x), x.data_ptr()
+    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage.
+    storage = x.untyped_storage()
+    memory = internals.storage_address(x), storage.data_ptr(), x.storage_offset()
     shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
     # A CUDA graph must contain its casts, and its replays may write to the input.
     graphs = current_capture(), number_of_replays()
