@@ -218,5 +218,5 @@ average_gradients_over: fully_shard was not called on experts, so FSDP2 does not
 average_gradients_over: fully_shard was not called on a Linear, so FSDP2 does not reduce its gradients; call fully_shard on that module before
 average_gradients_over: experts was given 4 instead of a DeviceMesh; pass the mesh of all ranks that have batches of their own, such as mesh["dp", "ep"]
 average_gradients_over: FSDP2 reduces the gradients of experts over ranks [0, 2], and the mesh has ranks [0, 1]; pass the mesh of all ranks that have batches of their own, such as mesh["dp", "ep"]
-average_gradients_over: a FSDPSequential has no parameters outside of other FSDP modules in it; pass those""",
+average_gradients_over: an FSDPSequential has no parameters outside of other FSDP modules in it; pass those""",
     )
