@@ -250,33 +250,33 @@ def problems_of_recipes(
 
 @RUNS
 @pytest.mark.parametrize("sharding", ON_TWO_RANKS)
-@on_ranks(2, returns=[])
+@on_ranks(2, returns=[], timeout=600)
 def test_on_two_ranks(sharding: str, runs: list[dict[str, str]]) -> list[str]:
     return problems_of_recipes([*CONFIGS], sharding, False, runs)
 
 
 @RUNS
 @pytest.mark.parametrize("sharding", ON_TWO_RANKS)
-@on_ranks(2, returns=[])
+@on_ranks(2, returns=[], timeout=600)
 def test_frozen_parts_on_two_ranks(sharding: str, runs: list[dict[str, str]]) -> list[str]:
     return problems_of_recipes(STORED, sharding, True, runs)
 
 
 @RUNS
-@on_ranks(4, returns=[])
+@on_ranks(4, returns=[], timeout=600)
 def test_on_four_ranks(runs: list[dict[str, str]]) -> list[str]:
     return problems_of_recipes([*CONFIGS], "FSDP2 x TP", False, runs)
 
 
 @pytest.mark.full
-@on_ranks(4, returns=[])
+@on_ranks(4, returns=[], timeout=600)
 def test_frozen_parts_on_four_ranks() -> list[str]:
-    return problems_of_recipes(STORED, "FSDP2 x TP", True, FEW + EACH)
+    return problems_of_recipes(STORED, "FSDP2 x TP", True, FEW)
 
 
 @RUNS
 @pytest.mark.parametrize(("sharding", "ranks_"), [("EP", 2), ("EP x FSDP2", 4)])
-@on_ranks("ranks_", returns=[])
+@on_ranks("ranks_", returns=[], timeout=600)
 def test_experts(sharding: str, ranks_: int, runs: list[dict[str, str]]) -> list[str]:
     found = []
     for recipe in OF_EXPERTS:
@@ -289,7 +289,7 @@ def test_experts(sharding: str, ranks_: int, runs: list[dict[str, str]]) -> list
 
 
 @pytest.mark.full
-@on_ranks(2, returns=[], timeout=300)
+@on_ranks(2, returns=[], timeout=600)
 def test_compiled() -> list[str]:
     found = []
     for name in ("mxfp8", "delayed"):
