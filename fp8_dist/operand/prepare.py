@@ -226,9 +226,9 @@ class _CachedCast(NamedTuple):
 
     Note [Shared casts of inputs]
     ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Layers that take the same tensor in eager code (``wq``, ``wk``, ``wv``) share a cast. They save
-    time, and autograd saves one copy for all of them, as it does for nn.Linear's inputs. (Compiled
-    graphs share equal casts by themselves.) A cast is shared only if nothing that torch can tell
+    Layers that take the same tensor in eager code (``wq``, ``wk``, ``wv``) share a cast, so that
+    autograd saves one copy for all of them, as it does for nn.Linear's inputs. (Compiled graphs
+    share equal casts by themselves.) A cast is shared only if nothing that torch can tell
     has changed: the tensor or the base of the view, its version, storage and address, shape,
     strides, offset and dtype, the stream, and the capture of a CUDA graph.
 
