@@ -160,7 +160,10 @@ class Float8AllGatherWeight(KnownWeight):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
-        with internals.normal_tensors():  # FSDP2 keeps them while the group stays unsharded
+        # FSDP2 keeps the weight with its buffers. They are inference tensors if the first gather
+        # was in inference mode, and a normal tensor can't be on top of them.
+        is_inference = all_gather_outputs[0].is_inference()
+        with torch.inference_mode(is_inference), torch.no_grad():
             return self._unsharded(all_gather_outputs, metadata, param_dtype, out)
 
     def _unsharded(
@@ -321,7 +324,9 @@ def _is_unobserved(shard: torch.Tensor) -> bool:
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     """Unpack an all-gather output, and free it: FSDP2 allocates it again for the next gather."""
-    with internals.unnoticed_writes(qdata):  # the backward reads the same tensor again
+    # Writes to inference tensors are not counted.
+    counted = () if qdata.is_inference() else (qdata,)
+    with internals.unnoticed_writes(counted):  # the backward reads the same tensor again
         scheme.unpack(data, qdata)
     data.untyped_storage().resize_(0)
 

@@ -110,15 +110,17 @@ class Stored(wrapper.WrapperParameter):
             )
         if func in (aten.new_zeros.default, aten.new_empty.default):
             args = stored, stored.inner_size(args[1]), *args[2:]
-        as_bytes = func in _ON_BYTES
-        args_, kwargs_ = tree_map_only(
-            Stored, lambda x: bytes_of(x.plain) if as_bytes else x.plain, (args, kwargs)
-        )
-        out = func(*args_, **kwargs_)
-        if func is aten.copy_.default:
-            return args[0]
-        inner_dtype = stored.plain.dtype
-        return tree_map_only(torch.Tensor, lambda x: stored.like(x.view(inner_dtype), dtype), out)
+        as_bytes, inner_dtype = func in _ON_BYTES, stored.plain.dtype
+        # Under inference_mode too, a view of a parameter is not an inference tensor.
+        with torch.inference_mode(stored.plain.is_inference()), torch.no_grad():
+            args_, kwargs_ = tree_map_only(
+                Stored, lambda x: bytes_of(x.plain) if as_bytes else x.plain, (args, kwargs)
+            )
+            out = func(*args_, **kwargs_)
+            if func is aten.copy_.default:
+                return args[0]
+            parts = tree_map_only(torch.Tensor, lambda x: x.view(inner_dtype), out)
+        return tree_map_only(torch.Tensor, lambda x: stored.like(x, dtype), parts)
 
     def inner_size(self, size: Sequence[int]) -> torch.Size:
         """The size of the plain tensor inside a parameter of ``size``."""

@@ -14,6 +14,7 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <cstdint>
 #include <string>
 #include <unordered_map>
 
@@ -27,9 +28,16 @@ using std::optional;
 const c10::DispatchKeySet kKeys(c10::DispatchKey::CUDA);
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
 
+// Addresses are distinct, like those of real memory, but nothing lies there.
 struct NoMemory final : c10::Allocator {
-  c10::DataPtr allocate(size_t) override { return c10::DataPtr(nullptr, kDevice); }
+  c10::DataPtr allocate(size_t) override {
+    next_ += 512;
+    return c10::DataPtr(reinterpret_cast<void*>(next_), kDevice);
+  }
   void copy_data(void*, const void*, std::size_t) const override {}
+
+ private:
+  uintptr_t next_ = 0;
 };
 NoMemory kNoMemory;
 

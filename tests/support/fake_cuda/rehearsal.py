@@ -85,11 +85,8 @@ def main(argv: list[str]) -> None:
     torch.equal = lambda a, b: a.is_cuda or equal(a, b)
     torch.Tensor.item = lambda x: 1.0 if x.is_cuda else item(x)  # type: ignore[method-assign]
     agreement.first_difference = lambda *args: None
-    # FSDP2 asks for the addresses of storages, frees them and allocates them again.
-    address, resize = torch.UntypedStorage.data_ptr, torch.UntypedStorage.resize_
-    torch.UntypedStorage.data_ptr = (  # type: ignore[method-assign]
-        lambda storage: storage._cdata if storage.is_cuda else address(storage)
-    )
+    # FSDP2 frees storages and allocates them again.
+    resize = torch.UntypedStorage.resize_
     torch.UntypedStorage.resize_ = (  # type: ignore[method-assign]
         lambda storage, size: storage if storage.is_cuda else resize(storage, size)
     )
