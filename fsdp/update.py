@@ -16,7 +16,12 @@ from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
 from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors
 from fp8_dist.weight import optimizer_steps
-from fp8_dist.weight.weights import float8_weights, mark_scales_ready, weights_of_model
+from fp8_dist.weight.weights import (
+    checked_module,
+    float8_weights,
+    mark_scales_ready,
+    weights_of_model,
+)
 
 _UNUSED = -1.0  # below every amax
 
@@ -170,6 +175,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             weights, or holds parameters that layers have replaced.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
+    checked_module(module, "attach_update(optimizer, module)")
     weights = weights_of_model(module, "attach_update")
     reshard(module, "attach_update")  # puts the parameters in place that an optimizer updates
     optimizers = optimizer_steps.hooked_optimizers(optimizer)

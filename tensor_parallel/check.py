@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from fp8_dist.mesh import Layout, check_axis, local_pieces, taken
+from fp8_dist.mesh import Layout, local_pieces, taken
 from fp8_dist.tensor_parallel.diagnosis import (
     CallKey,
     Diagnosis,
@@ -29,7 +29,13 @@ from fp8_dist.tensor_parallel.diagnosis import (
     positive,
     unwrapped_modules,
 )
-from fp8_dist.tensor_parallel.plan import Plan, apply_tp_plan, mark_checked, styles_by_name
+from fp8_dist.tensor_parallel.plan import (
+    Plan,
+    apply_tp_plan,
+    check_arguments,
+    mark_checked,
+    styles_by_name,
+)
 from fp8_dist.text import without_wrappers
 from fp8_dist.torch_internals import tree_map
 from fp8_dist.weight.agreement import Facts
@@ -112,7 +118,7 @@ def check_tp_plan(
             inputs or the module around it, and asks for the style that does, if the shapes of
             tensors tell.
     """
-    check_axis(mesh, "check_tp_plan")
+    check_arguments("check_tp_plan(model, mesh, plan, batch)", model, mesh, plan)
     if mesh.size() == 1:
         warnings.warn("check_tp_plan: on a mesh of one rank every plan passes", stacklevel=2)
     for name, parameter in model.named_parameters():

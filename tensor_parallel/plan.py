@@ -23,10 +23,10 @@ from fp8_dist.linear import Float8Linear
 from fp8_dist.mesh import check_axis
 from fp8_dist.tensor_parallel.lengths import check_lengths
 from fp8_dist.tensor_parallel.replicas import compare_at_first_forward
-from fp8_dist.tensor_parallel.styles import CheckedStyle, described
-from fp8_dist.text import alike_names, is_torchaos, without_wrappers
+from fp8_dist.tensor_parallel.styles import CheckedStyle, facts_of
+from fp8_dist.text import alike_names, is_torchaos, kind_of, without_wrappers
 from fp8_dist.weight import agreement
-from fp8_dist.weight.weights import float8_modules
+from fp8_dist.weight.weights import checked_module, float8_modules
 
 # The parallel styles of modules, by their names or by patterns of names.
 Plan = dict[str, parallel.ParallelStyle]
@@ -83,18 +83,16 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             the error is about shared parameters, which are checked last. A forward raises it if the
             plan divides a sequence into unequal plain tensors that other styles read.
     """
-    check_axis(mesh, "apply_tp_plan")
-    if not isinstance(plan, Mapping):
-        raise TypeError(
-            f"apply_tp_plan: plan must be a dict of module names to styles, got {plan!r}"
-        )
+    check_arguments("apply_tp_plan(model, mesh, plan)", model, mesh, plan)
     for pattern, style in plan.items():
         if not isinstance(style, parallel.ParallelStyle):
             raise TypeError(
                 f"the plan's entry {pattern!r} is {style!r}, not a parallel style: give an "
                 f"instance, such as ColwiseParallel()"
             )
-    facts = {f"the plan's entry {pattern!r}": described(style) for pattern, style in plan.items()}
+    facts: dict[str, str] = {}
+    for pattern, style in plan.items():
+        facts |= facts_of(style, f"the plan's entry {pattern!r}")
     agreement.check_placed(float8_modules(model), mesh, "apply_tp_plan", facts)
     # Names instead of patterns, for which torch warns about every module that does not match.
     resolved = styles_by_name(model, plan)
@@ -143,6 +141,16 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             module, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(module), attribute, tied[0])
     return model
+
+
+def check_arguments(call: str, model: object, mesh: object, plan: object) -> None:
+    """Raise for arguments of wrong types; ``call``: the function with its arguments' names."""
+    checked_module(model, call)
+    check_axis(mesh, call)
+    if not isinstance(plan, Mapping):
+        raise TypeError(
+            f"{call}: plan must be a dict of module names to styles, got {kind_of(plan)}"
+        )
 
 
 def _fused(model: nn.Module, mesh: DeviceMesh, styles: Plan) -> list[str]:

@@ -43,8 +43,8 @@ class CheckedStyle(ParallelStyle):
         check_axis(mesh, "parallelize_module")
         weights = float8_weights(module).values()
         if not weights or any(not weight.is_compared for weight in weights):
-            facts = {"the style": described(self)}
-            agreement.check_placed(float8_modules(module), mesh, "parallelize_module", facts)
+            layers, facts = float8_modules(module), facts_of(self, "the style")
+            agreement.check_placed(layers, mesh, "parallelize_module", facts)
         for misfit in self.misfits(module, mesh.size()):
             raise ValueError(f"parallelize_module: {misfit}")
 
@@ -321,8 +321,9 @@ def input_cast(layer: nn.Module) -> tuple[Scheme, bool] | None:
     return None if scheme is None else (scheme, "input" in recipe.delayed)
 
 
-def described(style: ParallelStyle) -> str:
-    """Describe a style as text, so that ranks can compare it."""
+def facts_of(style: ParallelStyle, name: str) -> dict[str, str]:
+    """The class and the arguments of a style as text, by name, so that ranks can compare them."""
     others = ("use_local_output", "reduce_transport")
     values = {n: x for n, x in vars(style).items() if n.endswith("layouts") or n in others}
-    return f"{type(style).__name__} {values}"
+    facts = {name: type(style).__name__}
+    return facts | {f"{n} of {name}": str(value) for n, value in values.items()}

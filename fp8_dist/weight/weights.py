@@ -109,10 +109,14 @@ def warn_of_ddp(weights: Iterable[Float8Weight]) -> None:
         )
 
 
-def checked_module(module: nn.Module) -> nn.Module:
-    """Return ``module``; raise TypeError if it is not an nn.Module."""
+def checked_module(module: object, call: str = "") -> nn.Module:
+    """Return ``module``; raise TypeError if it is not an nn.Module.
+
+    ``call``: a function with the names of its arguments, for the error.
+    """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a model (an nn.Module), got {kind_of(module)}")
+        prefix = f"{call}: " if call else ""
+        raise TypeError(f"{prefix}expected a model (an nn.Module), got {kind_of(module)}")
     return module
 
 

@@ -30,7 +30,7 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import update_float8_scales
-from fp8_dist.tensor_parallel import apply_tp_plan, declare_placements
+from fp8_dist.tensor_parallel import Float8RowwiseParallel, apply_tp_plan, declare_placements
 
 
 def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
@@ -48,9 +48,19 @@ def config_of(difference: str, is_other: bool) -> Float8LinearConfig:
 @on_ranks(2)
 def test_a_plan_is_compared_before_it_is_applied() -> None:
     mesh, net = device_mesh(tp=2)["tp"], convert_to_float8_training(Net())
-    plan = net_plan(net, torch.distributed.get_rank() == 1)
+    is_other = torch.distributed.get_rank() == 1
+    plan = net_plan(net, is_other)
     text = raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
-    assert "the plan's entry 'layers.0': PrepareFloat8ModuleInput {'input_layouts': (R" in text
+    assert (
+        ": input_layouts of the plan's entry 'layers.0': (Replicate(),) on rank 0; "
+        "(Shard(dim=1),) on rank 1. Convert" in text
+    )
+    plan = net_plan(net, False) | ({"layers.0.w1": Float8RowwiseParallel()} if is_other else {})
+    text = raised(ValueError, lambda: apply_tp_plan(net, mesh, plan))
+    assert (
+        ": the plan's entry 'layers.0.w1': Float8ColwiseParallel on rank 0; "
+        "Float8RowwiseParallel on rank 1. Convert" in text
+    )
 
 
 def shard_all(net: Net, mesh: DeviceMesh, **arguments: Any) -> None:

@@ -13,6 +13,7 @@ from fp8_dist import (
     Float8LinearConfig,
     ScalingGranularity,
     ScalingType,
+    attach_update,
     auto_filter,
     cast_to_float8,
     convert_to_float8_training,
@@ -43,11 +44,17 @@ TYPES: Refused = {
     ),  # type: ignore[arg-type]
     "comm_audit takes a DeviceMesh, got 'dp'; pass the mesh": lambda: comm_audit("dp"),  # type: ignore[arg-type]
     **{
-        f"apply_tp_plan needs a DeviceMesh, got a {type(mesh).__name__}; init": partial(
+        f"apply_tp_plan(model, mesh, plan) needs a DeviceMesh, got a {type(mesh).__name__}": partial(
             apply_tp_plan, nn.Linear(16, 16), mesh, {}
         )
         for mesh in ([0, 1], "tp")
     },
+    "apply_tp_plan(model, mesh, plan): expected a model (an nn.Module), got a dict": lambda: (
+        apply_tp_plan({}, nn.Linear(16, 16), "tp")  # type: ignore[arg-type]
+    ),
+    "attach_update(optimizer, module): expected a model (an nn.Module), got an SGD": lambda: (
+        attach_update(nn.Linear(16, 16), torch.optim.SGD([torch.ones(1)]))  # type: ignore[arg-type]
+    ),
     "cast_to_float8: expected a tensor, got a list": lambda: cast_to_float8([1.0], CastConfig()),  # type: ignore[arg-type]
     "cast_to_float8: expected a tensor, got an int": lambda: cast_to_float8(1, CastConfig()),  # type: ignore[arg-type]
     "expected a model (an nn.Module), got an AdamW": lambda: float8_layers(
