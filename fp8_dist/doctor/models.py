@@ -118,7 +118,8 @@ def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> 
     gaining = [row for row in summary.converted if not why_small(row)]
     counts = f"{len(gaining)} of {len(summary.converted)} float8 layers"
     yield f"large enough to gain: {counts} ({summary.share(gaining):.1%} of the parameters)"
-    if linear := [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]:
+    linear = [prod(row.shape) // tp for row in summary.converted if row.kind == "linear"]
+    if linear and gaining:
         yield f"the {len(linear)} linear layers: {expectation(linear, tokens)}"
     yield _gain(bool(gaining), linear, tokens)
 

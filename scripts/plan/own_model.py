@@ -101,7 +101,10 @@ def converted(
     try:
         return model, integration.hf_tp_plan(model, **transport)
     except (ValueError, NotImplementedError) as error:
-        raise ValueError(f"{error}, and name its function by --tp-plan") from error
+        raise ValueError(
+            "name a function that makes the model's tensor-parallel plan by --tp-plan, because "
+            f"{error}"
+        ) from error
 
 
 def own_plan(name: str, model: nn.Module, options: dict[str, Any]) -> dict[str, ParallelStyle]:

@@ -323,7 +323,7 @@ def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "it can't be imported: AttributeError: module" in missing
     unplanned = refused(capsys, "--model", OWN, "--mesh", "tp=2")
     assert "it declares no plan: neither _tp_plan nor base_model_tp_plan" in unplanned
-    assert unplanned.endswith("for apply_tp_plan, and name its function by --tp-plan")
+    assert "name a function that makes the model's tensor-parallel plan by --tp-plan" in unplanned
     own = ["--model", OWN, "--mesh", "tp=2", "--tp-plan", PLAN, "--layers", "2", "--seq-len", "16"]
     assert plan.parse_args(own).sizes == SHORT
 
