@@ -72,6 +72,7 @@ def compare_at_first_forward(model: nn.Module, mesh: DeviceMesh, styles: Mapping
         layouts = {
             p: layout for part in styles_in(style) for p, layout in layouts_read(part).items()
         }
+        # It stays, because dynamo compiles a module again when one of its hooks is removed.
         hook = hook_of(name, layouts)
         model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
 
