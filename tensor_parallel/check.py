@@ -32,7 +32,7 @@ from fp8_dist.tensor_parallel.diagnosis import (
 from fp8_dist.tensor_parallel.plan import (
     Plan,
     apply_tp_plan,
-    check_arguments,
+    check_plan_arguments,
     mark_checked,
     styles_by_name,
 )
@@ -118,7 +118,7 @@ def check_tp_plan(
             inputs or the module around it, and asks for the style that does, if the shapes of
             tensors tell.
     """
-    check_arguments("check_tp_plan(model, mesh, plan, batch)", model, mesh, plan)
+    check_plan_arguments("check_tp_plan(model, mesh, plan, batch)", model, mesh, plan)
     if mesh.size() == 1:
         warnings.warn("check_tp_plan: on a mesh of one rank every plan passes", stacklevel=2)
     for name, parameter in model.named_parameters():

@@ -83,7 +83,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
             the error is about shared parameters, which are checked last. A forward raises it if the
             plan divides a sequence into unequal plain tensors that other styles read.
     """
-    check_arguments("apply_tp_plan(model, mesh, plan)", model, mesh, plan)
+    check_plan_arguments("apply_tp_plan(model, mesh, plan)", model, mesh, plan)
     for pattern, style in plan.items():
         if not isinstance(style, parallel.ParallelStyle):
             raise TypeError(
@@ -143,7 +143,7 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> nn.Module:
     return model
 
 
-def check_arguments(call: str, model: object, mesh: object, plan: object) -> None:
+def check_plan_arguments(call: str, model: object, mesh: object, plan: object) -> None:
     """Raise for arguments of wrong types; ``call``: the function with its arguments' names."""
     checked_module(model, call)
     check_axis(mesh, call)
