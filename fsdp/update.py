@@ -172,7 +172,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
 
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
-            weights, or holds parameters that layers have replaced.
+            weights, or holds parameters that layers, the plan or ``fully_shard`` have replaced.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     checked_module(module, "attach_update(optimizer, module)")
@@ -197,9 +197,34 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         )
     for opt in optimizers:
         optimizer_steps.check_not_replaced(opt)
+    _check_not_older(optimizers, module, list(trained.values()))
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear
             update_float8_scales(module)
 
     return optimizer_steps.after_steps(fitting or optimizers, update_converted)
+
+
+def _check_not_older(
+    optimizers: Sequence[Optimizer], module: nn.Module, trained: Sequence[str]
+) -> None:
+    """Raise ValueError if some parameters were replaced after an optimizer was made.
+
+    The optimizers may be some of those that train the model, and the module a part of it. So a
+    parameter that the module does not have was replaced only if a weight of its shape is missing.
+
+    Args:
+        trained: the names of the trained float8 weights.
+    """
+    held = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
+    held_ids, own_ids = {id(p) for p in held}, {id(p) for p in module.parameters()}
+    others = {p.shape for p in held if id(p) not in own_ids}
+    weights = float8_weights(module)
+    missing = [fqn for fqn in trained if id(weights[fqn].parameter()) not in held_ids]
+    if replaced := [fqn for fqn in missing if weights[fqn].parameter().shape in others]:
+        raise ValueError(
+            f"attach_update: the optimizer holds other parameters than {len(replaced)} of the "
+            f"module's {len(trained)} float8 weights (such as {replaced[0]}), of the same shapes. "
+            "Make the optimizer after apply_tp_plan and fully_shard, which make new parameters"
+        )

@@ -358,6 +358,21 @@ def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
         assert "Make the optimizer after apply_tp_plan and fully_shard" in message
 
 
+@on_ranks(2)
+def test_an_optimizer_made_before_a_part_was_sharded_is_refused() -> None:
+    world = Distributed(2, 1, shard=False)
+    optimizer = AdamW(world.net.parameters())
+    fully_shard(world.net.layers[0])
+    text = raised(ValueError, lambda: attach_update(optimizer, world.net))
+    assert (
+        "attach_update: the optimizer holds other parameters than 3 of the module's 6 float8 "
+        "weights (such as layers.0.w1.weight), of the same shapes. Make the optimizer after" in text
+    )
+    first, second = world.net.layers
+    attach_update(AdamW(world.net.parameters()), second)  # holds those of the first layer, too
+    attach_update([AdamW(second.parameters()), AdamW(first.parameters())], world.net)
+
+
 def test_arguments_of_other_kinds_are_refused() -> None:
     attach: Any = attach_update
     net = convert_to_float8_training(Net())
