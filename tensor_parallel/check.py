@@ -278,6 +278,11 @@ class _Run:
                 name, _ = self.within[-1]
                 at = f"the forward of {_named(name)}"
                 cause = "" if self.diagnosis is None else self.diagnosis().cause(name)
+            elif "loss_backward" in str(error) and "DTensor" in str(error):
+                cause = (
+                    "Does the loss use loss_parallel()? Its backward must run there, too: call "
+                    "check_tp_plan within loss_parallel()"
+                )
             raise ValueError(
                 f"check_tp_plan: {'under the plan' if parallel else 'on one device'}, "
                 f"{at or next(unset, 'the backward')} fails: {type(error).__name__}: {error}"

@@ -197,6 +197,7 @@ class Diagnosis:
             or self._part_in_the_stream(scope, calls)
             or next(filter(None, map(self.misread, calls)), "")
             or self._whole_beside_parts(layers)
+            or self._forgotten_beside_parts(layers)
             or self._unlike_the_stream(scope, calls)
             or next(filter(None, map(self._unsummed, layers)), "")
             or (self.returned_part() if self._is_behind(at) else self._part_in_code(at, layers))
@@ -240,11 +241,11 @@ class Diagnosis:
 
     def _unlike_embeddings(self) -> str:
         """Describe embeddings that can't be added, before their sum has reached a module."""
-        embeddings = {}
+        embeddings: dict[str, _Tensor] = {}
         for call in self.calls:
             parts = [*self.modules[call.name].modules()]
             if call.output is not None and not any(isinstance(m, nn.Embedding) for m in parts):
-                return ""
+                embeddings.clear()  # as of an encoder, which has taken their sum
             if call.output is not None and isinstance(parts[0], nn.Embedding):
                 embeddings[call.name] = call.output
         reader = self._first_reader([x.whole for x in embeddings.values()])
@@ -271,9 +272,10 @@ class Diagnosis:
         return ""
 
     def _first_reader(self, shapes: list[torch.Size]) -> _Reader | None:
-        """The module of the first entry that reads a tensor of one of these shapes."""
+        """The module of the first entry that is yet to read a tensor of one of these shapes."""
+        ended = {call.name for call in self.calls if call.output is not None}
         for (name, _), call in self.expected.items():
-            style = self.styles.get(name)
+            style = None if name in ended else self.styles.get(name)
             reads: Mapping[Any, Any] = {} if style is None else layouts_read(style)
             for place, seen in call.inputs.items():
                 layout = reads.get(place)
@@ -351,6 +353,29 @@ class Diagnosis:
                         f"Did you mean {style}?"
                     )
         return ""
+
+    def _forgotten_beside_parts(self, layers: list[_Called]) -> str:
+        """Describe a layer without an entry beside column-parallel ones, as of cross-attention."""
+        for other in layers:
+            is_whole = other.output is not None and not other.output.is_divided
+            if other.name in self.styles or not is_whole:
+                continue
+            beside = next((n for n in self.styles if self._is_alike(n, other.name)), None)
+            if beside is None or self._outputs(beside) != self._outputs(other.name):
+                continue
+            x = other.inputs.get(0)
+            is_part = x is not None and isinstance(x.given, Shard) and x.is_plain
+            arguments = [f"input_layouts={x.layout(x.given)}"] if x is not None and is_part else []
+            style = f"{self._prefix(other.name)}ColwiseParallel{_in_brackets(arguments)}"
+            return (
+                f"The plan has no entry for {other.name!r}, but one for {self._shown(beside)} "
+                f"beside it. Did you mean {style}?"
+            )
+        return ""
+
+    def _outputs(self, name: str) -> int:
+        layer: Any = self.modules[name]
+        return int(layer.out_features)
 
     def _part_in_the_stream(self, scope: str, calls: list[_Called]) -> str:
         """Describe a layer whose output is a part of the features, for a module that has all."""

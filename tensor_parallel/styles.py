@@ -24,7 +24,7 @@ from fp8_dist.mesh import check_axis
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor_parallel import inputs
-from fp8_dist.text import kind_of, without_wrappers
+from fp8_dist.text import is_torchaos, kind_of, without_wrappers
 from fp8_dist.transport import Encoding
 from fp8_dist.weight import agreement
 from fp8_dist.weight.stored_weight import place_scales
@@ -78,9 +78,10 @@ class _Float8LinearStyle(CheckedStyle):
     def misfits(self, module: nn.Module, size: int) -> Iterator[str]:
         if not isinstance(module, Float8Linear):
             torch_style = "Rowwise" if isinstance(self, RowwiseParallel) else "Colwise"
+            model = "the plain model" if is_torchaos(type(module)) else "it first"
             yield (
                 f"{type(self).__name__} needs a Float8Linear, found {kind_of(module)}; "
-                "convert it first (convert_to_float8_training), or use torch's "
+                f"convert {model} (convert_to_float8_training), or use torch's "
                 f"{torch_style}Parallel"
             )
         elif isinstance(module.weight, DTensor):

@@ -252,6 +252,11 @@ def logits_loss(logits: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens().flatten())
 
 
+def loss_in_parallel(logits: torch.Tensor) -> torch.Tensor:
+    with loss_parallel():  # without the backward
+        return logits_loss(logits)
+
+
 @on_ranks(2)
 def test_batches_losses_and_frozen_weights() -> None:
     model = gpt()
@@ -268,6 +273,8 @@ def test_batches_losses_and_frozen_weights() -> None:
     llama = Llama(LlamaConfig(dim=DIM, n_layers=1, vocab_size=VOCABULARY, **sizes))
     with loss_parallel():
         check(llama, llama_tp_plan(llama, loss_parallel=True), loss=logits_loss)
+    text = refused(llama, llama_tp_plan(llama, loss_parallel=True), loss=loss_in_parallel)
+    assert text.endswith("must run there, too: call check_tp_plan within loss_parallel()")
     convert_to_float8_training(llama)
     for length in (7, 1):  # uneven parts of the sequence, and a rank that has none
         check(llama, llama_tp_plan(llama), tokens(length))

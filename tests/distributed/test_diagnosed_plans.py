@@ -451,3 +451,68 @@ def test_a_float8_layer_refuses_a_part_of_its_features() -> None:
         """\
 1: the input has 64 features, but the layer takes 128; if they are this rank's part, from a column-parallel layer, give this one a row-parallel style (Float8RowwiseParallel)""",
     )
+
+
+class Cross(nn.Module):
+    """Attention of one stream to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        projected = self.to_q(x), self.to_k(memory), self.to_v(memory)
+        q, k, v = (y.unflatten(-1, (-1, HEAD)).transpose(1, 2) for y in projected)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return x + self.out(y)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.source, self.encoder = nn.Embedding(WORDS, DIM), Gated()
+        self.target, self.places = nn.Embedding(WORDS, DIM), nn.Embedding(8, DIM)
+        self.cross, self.decoder = Cross(), Gated()
+        self.head = nn.Linear(DIM, WORDS)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(self.source(tokens[:, :4]))
+        x = self.target(tokens) + self.places(torch.arange(8))
+        return self.head(self.decoder(self.cross(x, memory)))
+
+    def plan(self, stream: Placement) -> Plan:
+        column, row = Case(False, stream).column, Case(False, stream).row
+        plan: Plan = {f"cross.to_{name}": column() for name in "qkv"} | {"cross.out": row()}
+        for part in ("encoder", "decoder"):
+            plan |= {f"{part}.{name}": column() for name in ("gate", "up")}
+            plan |= {f"{part}.down": row()}
+            if stream == LENGTH:
+                plan[f"{part}.norm"] = SequenceParallel(use_local_output=True)
+        if stream == LENGTH:
+            plan |= {"source": embedded(LENGTH), "target": embedded(LENGTH)}
+            plan |= {"places": embedded(Shard(0))}
+        return plan | {"head": column(output_layouts=WHOLE)}
+
+
+def of_cross_attention() -> dict[str, str]:
+    """The last lines of the errors for plans without an entry."""
+    found = {}
+    for stream, names in ((WHOLE, ["cross.to_q"]), (LENGTH, ["cross.to_q", "places", "target"])):
+        torch.manual_seed(0)
+        model = EncoderDecoder()
+        check(model, model.plan(stream))
+        for name in names:
+            plan = {n: style for n, style in model.plan(stream).items() if n != name}
+            found[f"{stream}, no {name}"] = refused(model, plan).splitlines()[-1]
+    return found
+
+
+def test_an_encoder_and_a_decoder(ranks: RankPools) -> None:
+    assert_expected_inline(
+        shown(ranks(2).run_same(of_cross_attention)),
+        """\
+R, no cross.to_q: The plan has no entry for 'cross.to_q', but one for 'cross.to_k' (ColwiseParallel) beside it. Did you mean ColwiseParallel?
+S(1), no cross.to_q: The plan has no entry for 'cross.to_q', but one for 'cross.to_k' (ColwiseParallel) beside it. Did you mean ColwiseParallel(input_layouts=Shard(1))?
+S(1), no places: The output of 'places' (no entry) is whole, [8, 64], but 'cross.to_q' (ColwiseParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))?
+S(1), no target: The output of 'target' (no entry) is whole, [2, 8, 64], but 'cross.to_q' (ColwiseParallel) behind it reads a part of dim 1 of [2, 8, 64]. Did you mean RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))?""",
+    )
