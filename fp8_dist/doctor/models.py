@@ -128,7 +128,10 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
     """Say whether a model gains speed, and what to do next, by the sizes of its linear layers."""
     enough = tokens_to_gain(linear)
     if not has_gaining:
-        return "Its float8 layers are all too small to gain speed: stay in bf16."
+        return (
+            "Its float8 layers are all too small to gain speed: stay in bf16, unless sending costs "
+            "more (python -m scripts.plan counts what a step sends)."
+        )
     if not linear:
         return "Next: compare the times of a few steps with bf16, as experts have no estimate."
     says, step = f"from about {enough:,} tokens per micro-batch on", "add --tokens N with yours"

@@ -17,8 +17,8 @@ plans each recipe a second time, with sums over ranks sent in float8, and --weig
 likewise with 4-bit weights. A model of your own takes tokens [b, s] and returns logits
 [b, s, v], as transformers models do; FSDP2 shards the modules of its outermost ModuleLists.
 
-    python -m scripts.plan --model package.module:function --mesh dp=32,tp=2 --seq-len 4096 \
-        --tp-plan package.module:plan_of --layers 4
+    python -m scripts.plan --model package.module:function --mesh dp=32,tp=2
+        --seq-len 4096 --tp-plan package.module:plan_of --layers 4
 
 plans 4 of its blocks. With tp a transformers model has the tensor-parallel plan that it declares;
 another model has the one that the function of --tp-plan makes from the converted model (and from

@@ -239,7 +239,7 @@ def test_verdicts_on_models(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         """\
 Nothing of it is converted. Next: change what is refused, or stay in bf16.
-Its float8 layers are all too small to gain speed: stay in bf16.
+Its float8 layers are all too small to gain speed: stay in bf16, unless sending costs more (python -m scripts.plan counts what a step sends).
 On an H100 it gains from about 5,000 tokens per micro-batch on, if compiled (FSDP2 needs more). Next: add --tokens N with yours.
 On an H100 it is slower than in bf16 with 4,900 tokens. Next: use 5,000 or more per micro-batch, or CUDA graphs, or stay in bf16.
 On an H100 it gains with 5,000 tokens, if compiled (FSDP2 needs more). Next: torch.compile each block, and time it beside bf16.""",
