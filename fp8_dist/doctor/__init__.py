@@ -41,9 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", choices=recipes, default="tensorwise")
     parser.add_argument("--tp", type=_count, default=1, metavar="N", help="tensor-parallel ranks")
     parser.add_argument("--tokens", type=_count, metavar="N", help="tokens per micro-batch")
+    text = "layers that stay in high precision: the names for skip_head(model, NAME, ...)"
+    parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help=text)
     args = parser.parse_args(argv)
     if args.model is None and args != parser.parse_args([]):
-        parser.error("--recipe, --tp and --tokens describe the use of a model: give --model")
+        parser.error(
+            "--recipe, --tp, --tokens and --skip describe the use of a model: give --model"
+        )
     machine, models = (import_module(f"{__name__}.{name}") for name in ("machine", "models"))
     lines, gain = [*machine.environment()], NO_MODEL
     if args.model is not None:
@@ -53,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             parser.error(str(error))
         lines.append(f"\nmodel {args.model}, built on {where}")
-        *report, gain = models.model_report(model, args.recipe, args.tp, args.tokens)
+        *report, gain = models.model_report(model, args.recipe, args.tp, args.tokens, args.skip)
         lines += report
     print(*lines, f"\nthis machine: {machine.outlook()}", f"the model: {gain}", sep="\n")
     return 0

@@ -72,16 +72,18 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def model_report(model: nn.Module, recipe: str, tp: int, tokens: int | None) -> Iterator[str]:
+def model_report(
+    model: nn.Module, recipe: str, tp: int, tokens: int | None, skip: Sequence[str] = ()
+) -> Iterator[str]:
     """Convert a model, and yield lines about the layers that are converted, or would gain speed.
 
-    The last one is a verdict on the model.
+    The last one is a verdict on the model. ``skip``: names for :func:`fp8_dist.skip_head`.
     """
     config = Float8LinearConfig.from_recipe_name(recipe, enable_fsdp_float8_all_gather="auto")
     yield f'recipe {recipe}, enable_fsdp_float8_all_gather="auto"'
-    yield "module_filter_fn=skip_head(model)"
+    yield f"module_filter_fn=skip_head({', '.join(['model', *map(repr, skip)])})"
     try:
-        admits = skip_head(model)
+        admits = skip_head(model, *skip)
         with warnings.catch_warnings(action="ignore"):  # the summary has the same information
             model = convert_to_float8_training(model, module_filter_fn=admits, config=config)
     except ValueError as error:

@@ -62,6 +62,10 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     add("--layers", type=positive, help="blocks of the model; default: all")
     text = "makes the tensor-parallel plan of a function's model, from the converted model"
     add("--tp-plan", default="", metavar="MODULE:FUNCTION", help=text)
+    text = (
+        "layers of a function's model that stay in bf16: the names for skip_head(model, NAME, ...)"
+    )
+    add("--skip", nargs="+", default=[], metavar="NAME", help=text)
     add("--recipe", nargs="+", choices=RECIPES, default=["tensorwise"], metavar="NAME")
     add("--batch-size", type=positive, default=1, help="sequences per data-parallel rank")
     add("--seq-len", type=positive, help="tokens of each; default: the longest of the model")
@@ -102,6 +106,8 @@ def _check_reference(parser: argparse.ArgumentParser, args: argparse.Namespace) 
     model, tp, ep = MODELS[args.model], args.mesh["tp"], args.mesh["ep"]
     if args.tp_plan:
         parser.error(f"--tp-plan is for a function's model: {args.model} has a plan")
+    if args.skip:
+        parser.error("--skip is for a function's model")
     if model.mixture is None and ep > 1:
         parser.error(f"ep={ep} needs a --model with experts")
     if model.mixture is not None:
@@ -126,7 +132,7 @@ def _check_own(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     if args.tp_plan and tp == 1:
         parser.error("--tp-plan needs a tp of 2 or more in --mesh")
     own_model = import_module("scripts.plan.own_model")
-    args.sizes = own_model.OwnModel(args.model, args.layers, args.tp_plan)
+    args.sizes = own_model.OwnModel(args.model, args.layers, args.tp_plan, tuple(args.skip))
     progress(f"building and converting {args.model}")
     try:
         args.longest = own_model.longest(own_model.make(args.sizes))

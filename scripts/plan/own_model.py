@@ -32,11 +32,13 @@ class OwnModel:
         layers: the number of blocks that are kept; None: all.
         tp_plan: MODULE:FUNCTION that makes its tensor-parallel plan; "": the plan that a
             transformers model declares.
+        skip: names of layers that stay in bf16, besides the head.
     """
 
     name: str
     layers: int | None = None
     tp_plan: str = ""
+    skip: tuple[str, ...] = ()
 
 
 def make(own: OwnModel) -> nn.Module:
@@ -91,7 +93,7 @@ def converted(
     """
     model, has_plan = make(own), bool(own.tp_plan) and tp > 1
     recipe = "tensorwise" if has_plan and variant == BF16 else variant
-    convert(recipe, model, True, skip_head(model))
+    convert(recipe, model, True, skip_head(model, *own.skip))
     if tp == 1:
         return model, {}
     transport = {} if reduce_transport is None else {"reduce_transport": reduce_transport}

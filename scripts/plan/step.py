@@ -136,7 +136,7 @@ def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:
     progress(f"{plan.name}: building the model")
     if isinstance(plan.model, OwnModel):
         model = own_model.build(plan.variant, plan.model, mesh, wire)
-        admits = skip_head(model)
+        admits = skip_head(model, *plan.model.skip)
     else:
         model = build(plan.variant, plan.model, mesh, "meta", shard=True, reduce_transport=wire)
     for layer in float8_layers(model).values():

@@ -13,13 +13,14 @@ from expecttest import assert_expected_inline
 from ranks import RankPool, RankPools, device_mesh
 from torch import nn
 
+from fp8_dist import float8_layers
 from fp8_dist.debug import CommRow
 from fp8_dist.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
-from scripts.plan import pace, run
+from scripts.plan import own_model, pace, run
 from scripts.plan.own_model import OwnModel
 from scripts.plan.step import PEER, Plan, Step, TimedAudit, make_mesh, run_step
 from scripts.plan.world import fake_world
@@ -324,6 +325,10 @@ def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     unplanned = refused(capsys, "--model", OWN, "--mesh", "tp=2")
     assert "it declares no plan: neither _tp_plan nor base_model_tp_plan" in unplanned
     assert "name a function that makes the model's tensor-parallel plan by --tp-plan" in unplanned
+    skipping = plan.parse_args(["--model", OWN, "--seq-len", "16", "--skip", "1.0", "1.1"])
+    model, _ = own_model.converted("tensorwise", skipping.sizes, 1, None)
+    assert [*float8_layers(model)] == [f"blocks.{i}.{j}" for i in (0, 2) for j in (0, 1)]
+    assert "--skip is for a function's model" in refused(capsys, "--model", "8b", "--skip", "w1")
     own = ["--model", OWN, "--mesh", "tp=2", "--tp-plan", PLAN, "--layers", "2", "--seq-len", "16"]
     assert plan.parse_args(own).sizes == SHORT
 

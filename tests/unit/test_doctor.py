@@ -300,6 +300,15 @@ def test_a_refusal_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
     assert "to_words.weight is also words.weight" in text
 
 
+def test_layers_that_stay_by_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    text = report(capsys, "--model", f"{__name__}:model", "--skip", "up", "1.down")
+    assert "\nmodule_filter_fn=skip_head(model, 'up', '1.down')\n" in text
+    assert "large enough to gain: 1 of " in text
+    text = report(capsys, "--model", f"{__name__}:model", "--skip", "upp")
+    assert "refused: skip_head" in text
+    assert "did you mean 'up'" in text
+
+
 WRONG = {
     "--model test_doctor:nothing": "it can't be imported: AttributeError: module 'test_doctor'",
     "--model no_such_module:f": "it can't be imported: ModuleNotFoundError: No module named 'no_such_module'",
@@ -307,9 +316,10 @@ WRONG = {
     "--model test_doctor:A_MODEL": "--model test_doctor:A_MODEL: it is a Linear, not a function",
     "--model test_doctor:no_model": "it returned an int, not an nn.Module",
     "--model test_doctor:needs_an_argument": "the function raised TypeError: needs_an_argument() mi",
-    "--tp 2": "--recipe, --tp and --tokens describe the use of a model: give --model",
+    "--tp 2": "--recipe, --tp, --tokens and --skip describe the use of a model: give --model",
     "--model test_doctor:model --tp 0": "argument --tp: '0' is not a positive number",
-    "--tokens 8192": "--recipe, --tp and --tokens describe the use of a model: give --model",
+    "--tokens 8192": "--recipe, --tp, --tokens and --skip describe the use of a model: give --model",
+    "--skip up": "--recipe, --tp, --tokens and --skip describe the use of a model: give --model",
     "--model test_doctor:model --recipe int4": "argument --recipe: invalid choice: 'int4'",
     "--verbose": "unrecognized arguments: --verbose",
 }
