@@ -5,7 +5,7 @@
 #   bash scripts/test.sh --all            these too, and those of the plug-in for torchtitan
 #   bash scripts/test.sh ARGS...          only pytest, with these arguments: tests/compile -k bias
 #   bash scripts/test.sh --fast ARGS...   only pytest on tests/unit: no process groups, no
-#                                         torch.compile; about a minute on two idle cores
+#                                         torch.compile; 1 to 3 minutes on two idle cores
 #   bash scripts/test.sh --kernel NAME    only what tests the Triton kernels of an operator, such as
 #                                         cast_blocks: sweep, special values, compilation
 #   bash scripts/test.sh --help           this text
