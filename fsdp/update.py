@@ -1,6 +1,6 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -16,6 +16,7 @@ from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
 from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors
 from fp8_dist.weight import optimizer_steps
+from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.weights import (
     checked_module,
     float8_weights,
@@ -197,7 +198,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
         )
     for opt in optimizers:
         optimizer_steps.check_not_replaced(opt)
-    _check_not_older(optimizers, module, list(trained.values()))
+    _check_not_older(optimizers, module, registered)
 
     def update_converted() -> None:
         if float8_weights(module):  # not after convert_to_linear
@@ -207,22 +208,19 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
 
 
 def _check_not_older(
-    optimizers: Sequence[Optimizer], module: nn.Module, trained: Sequence[str]
+    optimizers: Sequence[Optimizer], module: nn.Module, weights: Mapping[str, Float8Weight]
 ) -> None:
     """Raise ValueError if some parameters were replaced after an optimizer was made.
 
     The optimizers may be some of those that train the model, and the module a part of it. So a
     parameter that the module does not have was replaced only if a weight of its shape is missing.
-
-    Args:
-        trained: the names of the trained float8 weights.
     """
-    held = [p for opt in optimizers for group in opt.param_groups for p in group["params"]]
-    held_ids, own_ids = {id(p) for p in held}, {id(p) for p in module.parameters()}
-    others = {p.shape for p in held if id(p) not in own_ids}
-    weights = float8_weights(module)
-    missing = [fqn for fqn in trained if id(weights[fqn].parameter()) not in held_ids]
-    if replaced := [fqn for fqn in missing if weights[fqn].parameter().shape in others]:
+    trained = {fqn: p for fqn, w in weights.items() if (p := w.parameter()).requires_grad}
+    held = {id(p): p for opt in optimizers for group in opt.param_groups for p in group["params"]}
+    own = {id(p) for p in module.parameters()}
+    others = {p.shape for p in held.values() if id(p) not in own}
+    missing = {fqn: p for fqn, p in trained.items() if id(p) not in held}
+    if replaced := [fqn for fqn, p in missing.items() if p.shape in others]:
         raise ValueError(
             f"attach_update: the optimizer holds other parameters than {len(replaced)} of the "
             f"module's {len(trained)} float8 weights (such as {replaced[0]}), of the same shapes. "
