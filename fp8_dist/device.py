@@ -163,7 +163,6 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 _numbers = itertools.count(1)
 # The number of the capture that is under way (0: none), and what replays of its graph call.
 _capture: tuple[int, dict[Hashable, Callable[[], None]]] = 0, {}
-_replays = 0  # of all graphs
 
 
 def current_capture() -> int:
@@ -174,11 +173,6 @@ def current_capture() -> int:
     """
     is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return (_capture[0] or next(_numbers)) if is_captured else 0
-
-
-def number_of_replays() -> int:
-    """Return how many replays of CUDA graphs have begun, any of which may write to any tensor."""
-    return _replays
 
 
 def call_at_replays(key: Hashable, function: Callable[[], None]) -> None:
@@ -210,8 +204,6 @@ def with_numbers(graph: Any) -> tuple[Callable[..., None], ...]:
 
     @wraps(run)
     def replay(self: Any) -> None:
-        global _replays
-        _replays += 1
         run(self)
         for call in getattr(self, "fp8_dist_calls", {}).values():
             call()

@@ -83,7 +83,7 @@ with names_of_torch():
     # Attributes and methods that the library reads, calls, or overrides in subclasses.
     require(torch._C, "_current_graph_task_id _will_engine_execute_node")
     require(torch._C, "_set_throw_on_mutable_data_ptr")
-    require(torch.Tensor, "_base _backward_hooks _post_accumulate_grad_hooks")
+    require(torch.Tensor, "_backward_hooks _post_accumulate_grad_hooks")
     require(torch.Tensor, "_make_subclass _make_wrapper_subclass")
     require(torch.UntypedStorage, "_cdata")
     require(torch.ops.aten.mm.default, "_schema")
@@ -369,11 +369,6 @@ def storage_address(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int | None:
     """The number of writes that autograd has counted; None for an inference tensor."""
     return None if tensor.is_inference() else tensor._version
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``tensor`` is a view of, or ``tensor`` itself."""
-    return tensor if tensor._base is None else tensor._base
 
 
 def innermost(tensor: torch.Tensor) -> torch.Tensor:

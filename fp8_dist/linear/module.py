@@ -21,7 +21,6 @@ from fp8_dist.linear.class_change import change_class, why_class_is_kept, why_fo
 from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.operand.cast import check_layout, check_transforms
 from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories, warn_if_not_synced
-from fp8_dist.operand.prepare import forget_input_cast
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
@@ -383,12 +382,10 @@ def invalidate_float8_scales(module: nn.Module) -> None:
 
     Call it, on all ranks, after changes that can't be noticed: writes through the tensors of
     ``state_dict()`` by foreach ops, ``.data`` or collectives, and through numpy. The table of
-    docs/state.md lists all of them. It also drops the cast of an input that layers share, which
-    can't notice writes through ``.data`` or numpy, either.
+    docs/state.md lists all of them.
 
     Collectives: none.
     """
-    forget_input_cast()
     for weight in float8_weights(module).values():
         weight.forget()
 

@@ -3,23 +3,15 @@
 :func:`cast_local` is the only caller of a scheme's cast. If one float8 copy serves all GEMMs of an
 operand, the operand is cast first and moved as float8. Otherwise it is moved in high precision and
 cast where it arrives.
-
-An input that several layers share (``wq``, ``wk`` and ``wv``) is cast once, and one copy is saved
-for backward.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.weak import TensorWeakRef
 
 from fp8_dist import mesh
 from fp8_dist import torch_internals as internals
-from fp8_dist.device import current_capture, current_stream, number_of_replays
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand import observers
@@ -186,11 +178,8 @@ def prepare(
     plan, places = recipe.copies(operand, gemms, tensor.device)
     if not plan.of:
         return dict.fromkeys(gemms, high), None
-    if source is FRESH and operand == "input" and not isinstance(tensor, DTensor):
-        copies, amax = cast_input(tensor, plan, use), None
-    else:
-        local = high if isinstance(tensor, DTensor) else as_matrix(tensor)
-        copies, amax = cast_local(local, plan, Layout.of(tensor), source, use)
+    local = high if isinstance(tensor, DTensor) else as_matrix(tensor)
+    copies, amax = cast_local(local, plan, Layout.of(tensor), source, use)
     pairs = zip(gemms, places, strict=True)
     return {gemm: high if place is None else copies[place] for gemm, place in pairs}, amax
 
@@ -204,107 +193,3 @@ def wait_local(operand: Local, scheme: Scheme | None) -> Local:
         return local
     assert scheme is not None
     return quantized_as(local, scheme)
-
-
-def cast_input(x: torch.Tensor, plan: CastPlan, use: Use | None = None) -> Copies:
-    """Cast a plain input as a matrix, or return the cached copies of the same values."""
-    key = _cache_key(x)
-    cached = None if key is None else _look_up_cast(x, key)  # Note [Shared casts of inputs]
-    if cached is not None and plan.begins(cached[0]):
-        copies = cached[1][: len(plan.of)]
-        if use is not None:
-            observers.notify_cast(use, as_matrix(x), None, copies)
-        return copies
-    copies, _ = cast_local(as_matrix(x), plan, None, FRESH, use)
-    if key is not None:
-        _cache_cast(x, key, plan, copies)
-    return copies
-
-
-class _CachedCast(NamedTuple):
-    """The float8 copies of an input, cached until autograd frees the one that it saved.
-
-    Note [Shared casts of inputs]
-    ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-    Layers that take the same tensor in eager code (``wq``, ``wk``, ``wv``) share a cast, so that
-    autograd saves one copy for all of them, as it does for nn.Linear's inputs. (Compiled graphs
-    share equal casts by themselves.) A cast is shared only if nothing that torch can tell
-    has changed: the tensor or the base of the view, its version, storage and address, shape,
-    strides, offset and dtype, the stream, and the capture of a CUDA graph.
-
-    Nothing in torch counts a write through ``x.data``, NumPy, DLPack, a raw pointer or a
-    collective. After such a write, autograd's own saved tensors are wrong, too. docs/state.md says
-    so.
-    """
-
-    source: ReferenceType[torch.Tensor]  # only compared by identity
-    storage: StorageWeakRef  # keeps the storage's address, a part of the key, from being reused
-    key: Any
-    plan: CastPlan
-    unsaved: Copies  # the copies that only the forward takes
-    data: ReferenceType[torch.Tensor]
-    saved: Quantized  # the saved copy, with a scale in place of its data
-
-
-_cached_cast: _CachedCast | None = None  # the last cast
-
-
-def _cache_key(x: torch.Tensor) -> Any:
-    """The key that identifies a cast of a tensor or its views; None if it can't be cached."""
-    if not internals.can_skip_dispatch(x):
-        return None
-    if torch.is_inference_mode_enabled():
-        # Autograd keeps no cast there, but an observer might, and autograd can't save it later.
-        return None
-    if (version := internals.version_of(x)) is None:
-        return None
-    # ``x.data = y`` keeps the tensor and its version, and ``resize_`` of a storage the storage.
-    storage = x.untyped_storage()
-    memory = internals.storage_address(x), storage.data_ptr(), x.storage_offset()
-    shape = (x.numel(), x.shape[-1]) if x.is_contiguous() else (x.shape, x.stride())
-    # A CUDA graph must contain its casts, and its replays may write to the input.
-    graphs = current_capture(), number_of_replays()
-    return version, memory, shape, x.dtype, current_stream(x.device), graphs
-
-
-def _look_up_cast(x: torch.Tensor, key: Any) -> tuple[CastPlan, Copies] | None:
-    """The plan and the copies that are cached for ``x`` and this key, if they still exist."""
-    cached = _cached_cast  # another thread may replace it
-    if cached is None or cached.source() is not internals.base_of(x) or cached.key != key:
-        return None
-    if (data := cached.data()) is None:
-        return None
-    # TensorWeakRef revives the Python object of a tensor that only autograd still owns.
-    saved = cached.saved._replace(qdata=TensorWeakRef(data)())
-    return cached.plan, (*cached.unsaved, saved)
-
-
-def _cache_cast(x: torch.Tensor, key: Any, plan: CastPlan, copies: Copies) -> None:
-    """Cache the copies of ``x``. Autograd saves the last of them."""
-    global _cached_cast
-    *unsaved, saved = copies
-    data = ref(saved.qdata, _drop_cast)
-    saved = saved._replace(qdata=saved.scales[0] if saved.scales else x.new_empty(0))
-    _cached_cast = _CachedCast(
-        source=ref(internals.base_of(x)),
-        storage=StorageWeakRef(x.untyped_storage()),
-        key=key,
-        plan=plan,
-        unsaved=unsaved,
-        data=data,
-        saved=saved,
-    )
-
-
-def forget_input_cast() -> None:
-    """Drop the cached cast of an input, after a write that the cache can't notice."""
-    global _cached_cast
-    _cached_cast = None
-
-
-def _drop_cast(data: ReferenceType[torch.Tensor]) -> None:
-    """Drop the copies once autograd has freed the one that it saved."""
-    global _cached_cast
-    cached = _cached_cast
-    if cached is not None and cached.data is data:
-        _cached_cast = None

@@ -73,11 +73,6 @@ class CastPlan(NamedTuple):
         transposed = tuple([self.transposed[n] for n in places])
         return CastPlan((self.schemes[index],), (0,) * len(places), transposed, self.packed), places
 
-    def begins(self, other: "CastPlan") -> bool:
-        """Whether the copies are the first ones of another plan."""
-        pairs = zip(self[:3], other[:3], strict=True)
-        return self is other or all(mine == others[: len(mine)] for mine, others in pairs)
-
 
 @dataclass(frozen=True, eq=False)
 class Scheme:

@@ -1,5 +1,6 @@
 """A user's model, given as MODULE:FUNCTION, in place of the reference Llama."""
 
+import inspect
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -45,9 +46,17 @@ def make(own: OwnModel) -> nn.Module:
     """The model on the meta device, with its KV cache switched off.
 
     Raises:
-        ValueError: the model can't be built, or has too few blocks.
+        ValueError: the model can't be built, takes other inputs than tokens, or has too few blocks.
     """
     model, _ = build_model(own.name)
+    try:
+        inspect.signature(model.forward).bind("tokens")
+    except TypeError as error:
+        raise ValueError(
+            f"--model {own.name}: a plan gives the model one input, tokens [b, s], but its forward "
+            f"takes {inspect.signature(model.forward)}: {error}. Return a module that makes the "
+            "other inputs from tokens"
+        ) from None
     if hasattr(config := getattr(model, "config", None), "use_cache"):
         config.use_cache = False
     if own.layers is not None:

@@ -59,18 +59,23 @@ def summary_table(runs: Runs) -> str:
                 plan.name,
                 *(f"{sum(r.count for r in rows if r.op == op):,}" for op in OPS),
                 f"{sum(r.count for r in first):,}",
-                f"{float8 / 1e9:.1f}",
-                f"{sum(r.bytes for r in rows) / 1e9:.1f}",
+                _rounded(float8 / 1e9),
+                _rounded(sum(r.bytes for r in rows) / 1e9),
                 f"{sum(r.bytes for r in first):,}",
             ]
         )
         within, between = _sum(step, "within") / 1e9, _sum(step, "between") / 1e9
         times = within / plan.gbps_within, between / plan.gbps_between, step.seconds
-        numbers = [f"{n:.1f}" for n in (within, between, *(1e3 * time for time in times))]
+        numbers = [_rounded(n) for n in (within, between, *(1e3 * time for time in times))]
         lines[-1] += [""] * 5 if plan.gpus_per_node is None else numbers  # empty: left out
     head = ["variant", *OPS, "of them precompute", "float8 and mxfp4 GB", "all GB"]
     head += ["precompute bytes", "GB within nodes", "GB between", "ms within", "ms between"]
     return table([*head, "ms in all"], lines, "lr")
+
+
+def _rounded(number: float) -> str:
+    """A number with one decimal place, or with two significant digits if it is below 1."""
+    return f"{number:.1f}" if number >= 1 or not number else f"{number:.2g}"
 
 
 def _sum(step: Step, field: str, axis: str | None = None) -> int:

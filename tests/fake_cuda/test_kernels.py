@@ -141,7 +141,7 @@ def test_a_compiled_block(fake_cuda: FakeCudaProcess) -> None:
     assert counts.syncs == counts.problems == []
 
 
-@pytest.mark.parametrize(("name", "kernels"), [("tensorwise", 229), ("rowwise_folded", 249)])
+@pytest.mark.parametrize(("name", "kernels"), [("tensorwise", 247), ("rowwise_folded", 261)])
 def test_blocks_under_fsdp(name: str, kernels: int, fake_cuda: FakeCudaProcess) -> None:
     counts = fake_cuda.run(count_blocks, name, 2, 8192)
     assert counts.launches == kernels
@@ -152,8 +152,8 @@ def test_blocks_whose_weights_are_gathered_packed(fake_cuda: FakeCudaProcess) ->
     """Each of 14 weights is unpacked after each of two gathers; and no other kernel is launched."""
     counts = fake_cuda.run(count_blocks, "mxfp8+mxfp4", 2, 8192)
     assert [kernel.name for kernel in counts.kernels].count("_unpack_e2m1") == 28
-    assert counts.launches == 311 + 28  # those of mxfp8, and these
-    assert counts.bytes_besides_gemms / 1e9 == pytest.approx(42.05, abs=0.0051)
+    assert counts.launches == 317 + 28  # those of mxfp8, and these
+    assert counts.bytes_besides_gemms / 1e9 == pytest.approx(42.66, abs=0.0051)
     assert counts.syncs == counts.problems == []
 
 

@@ -63,6 +63,13 @@ class Blocks(nn.Module):
         return logits
 
 
+class Captions(Blocks):
+    """A model with two inputs."""
+
+    def forward(self, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
+        return super().forward(captions) + images
+
+
 def own_plan(model: nn.Module, **options: Any) -> dict[str, Any]:
     """The plan of Blocks; row-parallel sums are encoded as `options` say."""
     plan: dict[str, Any] = {}
@@ -232,6 +239,13 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
             f"--model {OWN} --mesh dp=2 --layers 4",
             "--layers 4: the ModuleLists of the model have 3 blocks",
         ),
+        (
+            f"--model {__name__}:Captions --mesh dp=2",
+            f"--model {__name__}:Captions: a plan gives the model one input, tokens [b, s], but "
+            "its forward takes (images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor: "
+            "missing a required argument: 'captions'. Return a module that makes the other inputs "
+            "from tokens",
+        ),
     ],
 )
 def test_options_that_are_refused(
@@ -298,10 +312,10 @@ world, sent between nodes | 25 | 1""",
     assert_expected_inline(
         "\n".join(" | ".join([row[0], *row[8:]]) for row in rows),
         """\
-tensorwise | 56 | 0.0 | 0.0 | 12613.9 | 0.0 | 12613.9
-bf16 | 0 | 0.0 | 0.0 | 15720.9 | 0.0 | 15720.9
-tensorwise | 56 | 0.0 | 0.0 | 0.0 | 8849.2 | 8849.2
-bf16 | 0 | 0.0 | 0.0 | 0.0 | 11150.8 | 11150.8""",
+tensorwise | 56 | 0.00013 | 8.8e-05 | 12613.9 | 0.0018 | 12613.9
+bf16 | 0 | 0.00016 | 0.00011 | 15720.9 | 0.0022 | 15720.9
+tensorwise | 56 | 0.00013 | 8.8e-05 | 0.013 | 8849.2 | 8849.2
+bf16 | 0 | 0.00016 | 0.00011 | 0.016 | 11150.8 | 11150.8""",
     )
 
 

@@ -113,8 +113,8 @@ class FakeCudaMode(FakeTensorMode):
 def fake_tensors(mode: FakeCudaMode | None = None) -> Iterator[None]:
     """Make tensors fake, and let the library treat them as plain tensors, even under modes.
 
-    So it takes the same paths as in eager code without modes: it calls its own operators without
-    the dispatcher, and layers that share an input share a cast. (Graphs can't be compiled here.)
+    So it calls its own operators without the dispatcher, as in eager code without modes. (Graphs
+    can't be compiled here.)
 
     mode: the mode of existing fake tensors.
     """

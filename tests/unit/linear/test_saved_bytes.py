@@ -126,19 +126,7 @@ def test_gradients_are_those_without_hooks(recipe: str) -> None:
         assert same_bits(expected[gemm], found[gemm]), gemm
 
 
-@pytest.mark.parametrize("recipe", IN_FLOAT8)
-def test_layers_that_share_an_input_save_it_once(recipe: str) -> None:
-    x, w, _ = operands()
-    one = saved_by(layer_of(config_of(recipe), w), x.requires_grad_())
-    layers = [layer_of(config_of(recipe), w) for _ in range(3)]
-    _, tensors = saved_in(lambda: sum(layer(x) for layer in layers))
-    sizes = {storage(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-    amaxes = 4 * 3 if recipe == "delayed" else 0  # each layer casts with a history of its own
-    copies = 3 if recipe == "delayed" else 1
-    assert sum(sizes.values()) <= copies * one.activations + 3 * one.weight_bytes + amaxes
-
-
-def test_layers_share_the_copy_of_an_input_while_it_is_observed() -> None:
+def test_observed_layers_save_what_others_do() -> None:
     x, w, _ = operands()
     layers = nn.ModuleList([layer_of(config_of("tensorwise"), w) for _ in range(3)])
     x.requires_grad_()
