@@ -25,6 +25,10 @@ from fp8_dist.weight.weights import (
 )
 
 _UNUSED = -1.0  # below every amax
+_REMEDY = (
+    "Make the optimizer, and call attach_update, after apply_tp_plan and fully_shard, which make "
+    "new parameters"
+)
 
 
 @disabled_in_graphs("update_float8_scales updates what graphs ask for when they run")
@@ -174,6 +178,7 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     Raises:
         ValueError: ``module`` has no converted layer, or the optimizer updates none of its float8
             weights, or holds parameters that layers, the plan or ``fully_shard`` have replaced.
+            The first step raises it for parameters that were replaced after this call.
         TypeError: ``optimizer`` is not a torch optimizer and holds none.
     """
     checked_module(module, "attach_update(optimizer, module)")
@@ -186,25 +191,43 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
+    fitting = _updating(optimizers, module, weights)
+    unchecked = [*optimizers]  # of whose parameters some may be replaced until the first step
+
+    def update_converted() -> None:
+        weights = float8_weights(module)
+        if not weights:  # after convert_to_linear
+            return
+        if unchecked:
+            reshard(module, "attach_update")
+            _updating(unchecked, module, weights)
+            unchecked.clear()
+        update_float8_scales(module)
+
+    return optimizer_steps.after_steps(fitting, update_converted)
+
+
+def _updating(
+    optimizers: Sequence[Optimizer], module: nn.Module, weights: Mapping[str, Float8Weight]
+) -> Sequence[Optimizer]:
+    """The optimizers that hold trained weights of the module; all of them if none is trained.
+
+    Raises:
+        ValueError: no optimizer holds any, or some hold parameters that were replaced.
+    """
     registered = {fqn: weight for fqn, weight in weights.items() if weight.is_registered}
     trained = {id(p): fqn for fqn, w in registered.items() if (p := w.parameter()).requires_grad}
     fitting = [opt for opt in optimizers if trained.keys() & optimizer_steps.held_by(opt)]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
-            f"attach_update: the {type(optimizer).__name__} updates none of the module's "
-            f"{len(trained)} float8 weights (such as {first}). Make the optimizer after "
-            "apply_tp_plan and fully_shard, which make new parameters"
+            f"attach_update: the {type(optimizers[0]).__name__} updates none of the module's "
+            f"{len(trained)} float8 weights (such as {first}). {_REMEDY}"
         )
     for opt in optimizers:
         optimizer_steps.check_not_replaced(opt)
     _check_not_older(optimizers, module, registered)
-
-    def update_converted() -> None:
-        if float8_weights(module):  # not after convert_to_linear
-            update_float8_scales(module)
-
-    return optimizer_steps.after_steps(fitting or optimizers, update_converted)
+    return fitting or optimizers
 
 
 def _check_not_older(
@@ -224,5 +247,5 @@ def _check_not_older(
         raise ValueError(
             f"attach_update: the optimizer holds other parameters than {len(replaced)} of the "
             f"module's {len(trained)} float8 weights (such as {replaced[0]}), of the same shapes. "
-            "Make the optimizer after apply_tp_plan and fully_shard, which make new parameters"
+            f"{_REMEDY}"
         )

@@ -80,8 +80,8 @@ def check_tp_plan(
     one dim if it is the output of a module of the plan. It also agrees if its sum over ranks does.
     Other outputs of another shape are not compared. For outputs of fewer than 64 elements, such as
     a loss, the effect of rounding is measured eight times, and nine times as much counts. Gradients
-    of fewer than 64 elements are compared roughly. Weights that are zero hide errors in their
-    inputs.
+    of fewer than 64 elements are compared roughly. Trained parameters that are zero, which would hide
+    errors in what they multiply, have random values in the copies.
 
     What the model returns must be whole on every rank, because a loss takes a plain tensor for the
     whole. A DTensor is whole, however it is sharded, as for ``loss_parallel``. If code outside the
@@ -139,7 +139,7 @@ def check_tp_plan(
     )
     devices = [] if mesh.device_type == "cpu" else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type=mesh.device_type), torch.enable_grad():
-        one, rounded, parallel = runs = [_Run(copy.deepcopy(model).eval(), mesh) for _ in range(3)]
+        one, rounded, parallel = runs = [_Run(_copy_of(model), mesh) for _ in range(3)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about layers that look fused, which are compared here
             apply_tp_plan(parallel.model, mesh, plan)
@@ -161,6 +161,22 @@ def check_tp_plan(
                     f"that run after it. {_about_gradient(parallel.diagnosis(), name)}"
                 )
     mark_checked(model, mesh, plan)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A copy in eval mode, with random values in place of trained parameters that are zero.
+
+    A zero hides errors in what it multiplies, and models begin with zeros on purpose: in the last
+    weight of a residual branch, in adaLN's modulations, in LoRA's B. All copies get the same ones.
+    """
+    model = copy.deepcopy(model).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and not parameter.any():
+                values = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(values / max(parameter.shape[-1:].numel(), 1) ** 0.5)
+    return model
 
 
 class _Error(NamedTuple):
@@ -294,7 +310,7 @@ def _more_draws(model: nn.Module, batch: Any, one: _Run) -> Iterator[_Tensors]:
     """Run the model on one device with other rounding errors, for its outputs of few elements."""
     few = [key for key, outputs in one.outputs.items() if any(x.numel() < _FEW for x in outputs)]
     for _ in range(_DRAWS - 1 if few else 0):
-        run = _Run(copy.deepcopy(model).eval(), one.mesh)
+        run = _Run(_copy_of(model), one.mesh)
         run.forward(batch, rounds=True)
         yield {key: run.outputs[key] for key in few}
 

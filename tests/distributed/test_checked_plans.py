@@ -232,6 +232,31 @@ def test_wrong_plans_are_named() -> None:
 
 
 @on_ranks(2)
+def test_zeros_hide_nothing() -> None:
+    """Branches, heads and biases that begin with zeros multiply, or add to, other values later."""
+
+    def zeroed(by_head: bool = True) -> GPT:
+        model = gpt("tensorwise", by_head=by_head)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "proj" in name or "head" in name or "bias" in name:
+                    parameter.zero_()
+        return model
+
+    model = zeroed()
+    plan = gpt_plan(model, sequence_parallel=True)
+    check(model, plan)
+    assert not model.h[0].mlp.proj.weight.any()
+    text = refused(model, without(plan, "h.1.ln_2"))
+    assert "the gradient of 'h.1.ln_2." in text
+    assert "Does it need a style that sums its gradient, such as SequenceParallel?" in text
+    partial_sums = Float8RowwiseParallel(output_layouts=Partial())
+    plan = gpt_plan(model, sequence_parallel=False)
+    assert "the output of 'h.0' is" in refused(model, plan | {"h.0.mlp.proj": partial_sums})
+    assert "the output of 'h.0.attn.proj'" in refused(zeroed(by_head=False), plan)
+
+
+@on_ranks(2)
 def test_the_model_and_the_random_numbers_are_as_before() -> None:
     model = gpt("delayed")
     before, hooks = (

@@ -16,6 +16,7 @@ from ranks import RankPools, device_mesh
 from reference import known, raised, same_bits, validity, weights_used
 from torch import randn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
@@ -355,7 +356,7 @@ def test_an_optimizer_of_other_parameters_is_refused(ranks: RankPools) -> None:
         assert (
             "updates none of the module's 6 float8 weights (such as layers.0.w1.weight)" in message
         )
-        assert "Make the optimizer after apply_tp_plan and fully_shard" in message
+        assert "Make the optimizer, and call attach_update, after apply_tp_plan and" in message
 
 
 @on_ranks(2)
@@ -366,11 +367,38 @@ def test_an_optimizer_made_before_a_part_was_sharded_is_refused() -> None:
     text = raised(ValueError, lambda: attach_update(optimizer, world.net))
     assert (
         "attach_update: the optimizer holds other parameters than 3 of the module's 6 float8 "
-        "weights (such as layers.0.w1.weight), of the same shapes. Make the optimizer after" in text
+        "weights (such as layers.0.w1.weight), of the same shapes. Make the optimizer, and" in text
     )
     first, second = world.net.layers
     attach_update(AdamW(world.net.parameters()), second)  # holds those of the first layer, too
     attach_update([AdamW(second.parameters()), AdamW(first.parameters())], world.net)
+
+
+@pytest.mark.parametrize("part", ["", "layers.0"])
+@on_ranks(2)
+def test_weights_that_are_sharded_after_attaching_are_refused(part: str) -> None:
+    world = Distributed(2, 1, shard=False)
+    optimizer = AdamW(world.net.parameters())
+    attach_update(optimizer, world.net)
+    fully_shard(world.net.get_submodule(part))
+    x = world.mine(torch.randn(4, 8, 64))
+    for _ in range(2):  # the error stays until the loop is mended
+        world.net(x).square().mean().backward()
+        text = raised(ValueError, optimizer.step)
+        assert "Make the optimizer, and call attach_update, after apply_tp_plan and" in text
+
+
+@on_ranks(2)
+def test_a_plan_that_is_applied_after_attaching_is_refused() -> None:
+    net = convert_to_float8_training(Net())
+    optimizer = AdamW(net.parameters())
+    attach_update(optimizer, net)
+    whole = Float8ColwiseParallel(output_layouts=Replicate())
+    apply_tp_plan(net, device_mesh(tp=2), {"layers.0.w1": whole})
+    net(torch.randn(4, 8, 64)).square().mean().backward()
+    text = raised(ValueError, optimizer.step)
+    assert "the optimizer holds other parameters than 1 of the module's 6 float8 weights" in text
+    attach_update(AdamW(net.parameters()), net).remove()
 
 
 def test_arguments_of_other_kinds_are_refused() -> None:
