@@ -44,6 +44,7 @@ from fp8_dist.weight.weights import (
 )
 
 _CALLER = "precompute_float8_dynamic_scale"
+_UPDATE = "the update of scales (attach_update, update_float8_scales, or precompute)"
 
 # The id of a weight, which layers may share, and one of its schemes.
 Key = tuple[int, Scheme]
@@ -259,7 +260,9 @@ def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
             slots, slot = slots * axis.size, slot * axis.size + axis.coordinate(dist.get_rank())
         taken.append(slot)
         sent.append(Placed(local[None], [slots, *shape], [((slot, slot + 1),), *pieces]))
-    return (whole[slot] for whole, slot in zip(all_reduced(sent, groups), taken, strict=True))
+    with agreement.expecting_all_ranks(_UPDATE):
+        reduced = all_reduced(sent, groups)
+    return (whole[slot] for whole, slot in zip(reduced, taken, strict=True))
 
 
 def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:

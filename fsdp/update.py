@@ -15,7 +15,7 @@ from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
 from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors
-from fp8_dist.weight import optimizer_steps
+from fp8_dist.weight import agreement, optimizer_steps
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.weights import (
     checked_module,
@@ -105,7 +105,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     numbers = {number: torch.full((), number, device=device) for number in (0.0, _UNUSED)}
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
-    reduced = all_reduce_max(torch.stack(values), groups)
+    with agreement.expecting_all_ranks("the update of scales (attach_update, or the sync)"):
+        reduced = all_reduce_max(torch.stack(values), groups)
     _, of_weights, marks = reduced.split([len(reduced) - 2 * count, count, count])
     of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)

@@ -80,8 +80,8 @@ def check_tp_plan(
     one dim if it is the output of a module of the plan. It also agrees if its sum over ranks does.
     Other outputs of another shape are not compared. For outputs of fewer than 64 elements, such as
     a loss, the effect of rounding is measured eight times, and nine times as much counts. Gradients
-    of fewer than 64 elements are compared roughly. Trained parameters that are zero, which would hide
-    errors in what they multiply, have random values in the copies.
+    of fewer than 64 elements are compared roughly. Trained parameters that are zero, which would
+    hide errors in what they multiply, have random values in the copies.
 
     What the model returns must be whole on every rank, because a loss takes a plain tensor for the
     whole. A DTensor is whole, however it is sharded, as for ``loss_parallel``. If code outside the

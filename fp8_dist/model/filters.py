@@ -316,23 +316,33 @@ def skip_head(model: nn.Module | None = None, *names: str) -> LayerFilter:
     if model is not None:
         admits.check_names("skip_head")
     if not admits.names_head():
-        _warn_without_head(admits, model, "skip_head(model, {!r})")
+        _warn_without_head(admits, model, "skip_head(model, {!r})", "skip_head()")
     return admits
 
 
-def _warn_without_head(admits: LayerFilter, model: nn.Module | None, remedy: str) -> None:
+def _warn_without_head(
+    admits: LayerFilter, model: nn.Module | None, naming: str, unaware: str
+) -> None:
     """Warn if no layer of a model is recognized as its head.
 
-    ``remedy``: the call that names a layer, with ``{!r}`` for its name.
+    Args:
+        naming: the call that names a layer, with ``{!r}`` for its name.
+        unaware: the call for a model without a head.
     """
-    modules = {} if model is None else dict(model.named_modules())
-    layers = [without_wrappers(fqn) for fqn, m in modules.items() if isinstance(m, nn.Linear)]
-    if layers and not admits.has_head:
+    if model is None or admits.has_head:
+        return
+    modules = dict(model.named_modules())
+    layers = {without_wrappers(fqn): m for fqn, m in modules.items() if isinstance(m, nn.Linear)}
+    if layers:
+        within_blocks = within_blocks_of(model)
+        outside = [fqn for fqn, layer in layers.items() if layer not in within_blocks]
+        is_last = f" ({naming.format(outside[-1])}, if it is the last one)" if outside else ""
         warnings.warn(
-            f"{remedy.partition('(')[0]}: no layer of the {type(model).__name__} was taken for its "
+            f"{naming.partition('(')[0]}: no layer of the {type(model).__name__} was taken for its "
             "head: none has the name of a head, the weight of an embedding, or as many outputs as "
-            "an embedding has rows (that no other layer takes as inputs). If a layer makes the "
-            f"logits, name it. If it is the last one: {remedy.format(layers[-1])}",
+            "an embedding has rows (that no other layer takes as inputs). If a linear layer makes "
+            f"the logits, name it{is_last}. If the model has no head, or takes the weight of an "
+            f"embedding itself, {unaware} does not look for one",
             stacklevel=3,
         )
 
@@ -404,7 +414,8 @@ def auto_filter(
         raise ValueError(f"auto_filter: tp_size={tp_size!r}: pass the number of ranks, 1 or more")
     admits = AutoFilter(name, tuple(dict.fromkeys(fqns)), tp_size, model)
     if not admits.names_head():
-        _warn_without_head(admits, model, "auto_filter(recipe, filter_fqns=[{!r}], model=model)")
+        naming = "auto_filter(recipe, filter_fqns=[{!r}], model=model)"
+        _warn_without_head(admits, model, naming, "auto_filter(recipe)")
     return admits
 
 

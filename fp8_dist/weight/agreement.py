@@ -33,6 +33,7 @@ CONVERTED: "WeakSet[nn.Module]" = WeakSet()
 Layers = Mapping[str, Any]
 
 _PASSED_ON = ""  # the name of the fact that passes on a difference found on a smaller mesh
+_CALL = "the call that compares them"  # the name of the fact that says who compares
 _RECIPE = ": recipe"  # the end of the name of the fact that says the recipe of a weight
 
 
@@ -73,19 +74,27 @@ class Facts:
             mesh, facts = self._by_ranks[ranks]
             if mesh.get_coordinate() is None:
                 continue
-            try:
-                groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
-                new = first_difference({_PASSED_ON: difference} | facts, groups, mesh.device_type)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{caller}: another rank of {mesh} did not make this call, or has exited: all "
-                    "ranks must make it, on a model that was converted in the same way. The "
-                    f"communication failed with: {error}"
-                ) from error
+            groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
+            passed_on = {_PASSED_ON: difference} | facts
+            with expecting_all_ranks(caller):
+                new = first_difference(passed_on, groups, mesh.device_type, caller)
             if new is not None:
                 failed_mesh, difference = mesh, new
         if difference:
             raise ValueError(f"{caller}: the ranks of {failed_mesh} {found}: {difference}. {fix}")
+
+
+@contextmanager
+def expecting_all_ranks(caller: str) -> Iterator[None]:
+    """Say which call other ranks have left out, if the communication within the block fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{caller}: another rank did not make this call, or has exited: all ranks must make "
+            "it, on a model that was converted in the same way. The communication failed with: "
+            f"{error}"
+        ) from error
 
 
 @lru_cache  # because it is called for each layer of a model
@@ -94,7 +103,10 @@ def _mesh_ranks(mesh: DeviceMesh) -> tuple[int, ...]:
 
 
 def first_difference(
-    facts: Mapping[str, str], groups: Sequence[dist.ProcessGroup], device: str
+    facts: Mapping[str, str],
+    groups: Sequence[dist.ProcessGroup],
+    device: str,
+    caller: str | None = None,
 ) -> str | None:
     """Describe the first fact that differs between ranks, and the ranks on which it differs.
 
@@ -105,12 +117,15 @@ def first_difference(
             difference under the name ``_PASSED_ON``, all ranks return that difference.
         groups: this rank's process group for each axis of a mesh, or one group of all ranks.
         device: the type of the devices that communicate.
+        caller: the function that compares. It may differ between ranks whose facts agree. If facts
+            differ, another caller is the first difference: the ranks then compare different things.
 
     Collectives: one all-reduce of 16 bytes over each group. If there is a difference, also those of
     ``all_gather_object`` of the facts over each group. Dispatch modes, such as ``comm_audit``, do
     not see these collectives.
     """
-    by_rank = gathered_if_different(facts, groups, device)
+    told = {} if caller is None else {_CALL: caller}
+    by_rank = gathered_if_different(facts, groups, device, told=told)
     return None if by_rank is None else _describe_difference(by_rank)
 
 
@@ -120,6 +135,7 @@ def gathered_if_different(
     device: str,
     *,
     hashes: Mapping[str, torch.Tensor] | None = None,
+    told: Mapping[str, str] | None = None,
 ) -> dict[int, dict[str, str]] | None:
     """Return the facts of all ranks, by rank, if any differs between them; else None.
 
@@ -127,6 +143,7 @@ def gathered_if_different(
         facts, groups, device: as in :func:`first_difference`.
         hashes: numbers that must agree, too, int64 and 0-dim on the device, by the names of facts,
             to which they are added as text. The host does not wait for each.
+        told: further facts, which come first in the result and may differ.
 
     Collectives: those of :func:`first_difference`.
     """
@@ -149,7 +166,8 @@ def gathered_if_different(
         shown = {
             name: f" with the hash {number.item():x}" for name, number in (hashes or {}).items()
         }
-        by_rank = {dist.get_rank(): {n: value + shown.get(n, "") for n, value in facts.items()}}
+        own = {name: value + shown.get(name, "") for name, value in facts.items()}
+        by_rank = {dist.get_rank(): {**(told or {}), **own}}
         for group in groups:
             parts: list[Any] = [None] * group.size()
             dist.all_gather_object(parts, by_rank, group)

@@ -156,7 +156,7 @@ class Float8Weight:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
-            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
+            check_placed({self.fqn: self.module}, layout.mesh, caller)
 
     @property
     def module(self) -> nn.Module:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +30,7 @@ from fp8_dist import (
     precompute_float8_dynamic_scale,
 )
 from fp8_dist.debug import comm_audit
-from fp8_dist.fsdp import update_float8_scales
+from fp8_dist.fsdp import set_gradient_transport, update_float8_scales
 from fp8_dist.tensor_parallel import Float8RowwiseParallel, apply_tp_plan, declare_placements
 
 
@@ -255,7 +256,7 @@ def test_histories_are_not_loaded_by_ranks_that_differ() -> None:
     state = net.state_dict()
     by_torch(net, device_mesh(tp=2)["tp"])  # type: ignore[arg-type]
     error = raised(ValueError, lambda: net.load_state_dict(state))
-    assert "load_state_dict of layers.0.w1: the ranks of " in error
+    assert "load_state_dict: the ranks of " in error
     assert "layers.0.w1.config.amax_history_len: 4 on rank 0; 5 on rank 1" in error
 
 
@@ -326,3 +327,28 @@ def test_a_comparison_that_fails_says_what_it_waited_for() -> None:
         text = raised(RuntimeError, lambda: update_float8_scales(world.net))
     assert "did not make this call, or has exited: all ranks must make it, on a model that" in text
     assert text.endswith("The communication failed with: timed out")
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@on_ranks(2)
+def test_an_update_that_fails_says_what_it_waited_for(recipe: str) -> None:
+    world = Distributed(2, 1, config=Float8LinearConfig.from_recipe_name(recipe))
+    train(world.net)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("timed out")
+
+    with patch("fp8_dist.mesh.amax.funcol", SimpleNamespace(all_reduce=fail, wait_tensor=fail)):
+        text = raised(RuntimeError, lambda: update_float8_scales(world.net))
+    assert text.startswith("the update of scales (attach_update, ")
+    assert "another rank did not make this call, or has exited" in text
+
+
+@on_ranks(2)
+def test_ranks_that_compare_different_things_say_so() -> None:
+    world = Distributed(2, 1)
+    rank = torch.distributed.get_rank()
+    calls = [lambda: train(world.net), lambda: set_gradient_transport(world.net, "float8")]
+    text = raised(ValueError, calls[rank])
+    expected = "FSDP2's first gather on rank 0; set_gradient_transport on rank 1."
+    assert f"the call that compares them: {expected}" in text

@@ -232,9 +232,13 @@ def test_a_model_without_a_head_is_warned_of_once() -> None:
     assert texts == [
         "skip_head: no layer of the ModuleDict was taken for its head: none has the name of a "
         "head, the weight of an embedding, or as many outputs as an embedding has rows (that no "
-        "other layer takes as inputs). If a layer makes the logits, name it. If it is the last "
-        "one: skip_head(model, 'fc')"
+        "other layer takes as inputs). If a linear layer makes the logits, name it "
+        "(skip_head(model, 'fc'), if it is the last one). If the model has no head, or takes the "
+        "weight of an embedding itself, skip_head() does not look for one"
     ]
+    with all_warnings() as texts:
+        skip_head(blocks())
+    assert "name it. If the model has no head" in texts[0]  # no layer within blocks is proposed
     with all_warnings() as texts:
         skip_head(net, "fc")
         skip_head(nn.ReLU())  # it has no layer
