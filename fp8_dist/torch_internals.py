@@ -165,6 +165,24 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
+def recorded_as_operators_are(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function that applies autograd functions, for gradients within inference mode.
+
+    ``torch.enable_grad`` has no effect on torch's operators under ``torch.inference_mode``, but an
+    autograd function would save inference tensors, and raise.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        # (Dynamo can't trace the question, and saves nothing itself.)
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
+
+
 def allowed_in_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """``torch.compiler.allow_in_graph`` without its import of dynamo.
 

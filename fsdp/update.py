@@ -1,6 +1,7 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.nn as nn
@@ -100,7 +101,8 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     reshard(module, "sync_float8_amax_and_scale_history")
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
     # The device of the mesh, because offloaded weights are on another one.
-    device = next((mesh.device_type for mesh in meshes), layers[0].float8_weight.shard().device)
+    of_meshes = (torch.device(mesh.device_type) for mesh in meshes)
+    device = next(chain(of_meshes, (p.device for p in module.parameters())))
     histories, amaxes, count = _recorded(layers, has_shards=bool(meshes))
     numbers = {number: torch.full((), number, device=device) for number in (0.0, _UNUSED)}
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]

@@ -276,7 +276,8 @@ class _Ranks:
         # A mesh comes first, because FSDP2 may offload weights to the CPU.
         if self._mesh is not None:
             return torch.device(self._mesh.device_type)
-        return next(iter(self._weights.values())).parameter().device
+        # (A computed weight is no parameter, and reading it would run a parametrization.)
+        return next(next(iter(self._weights.values())).module.parameters()).device
 
     def _find_groups(self) -> GroupNames:
         if self._mesh is not None:
@@ -286,7 +287,11 @@ class _Ranks:
         world = dist.group.WORLD
         assert world is not None
         if not self._groups:  # the first time
-            facts = {name: f"{w.parameter().shape} {w.config}" for name, w in self._weights.items()}
+            shapes = {
+                name: w.parameter().shape if w.is_registered else "computed"
+                for name, w in self._weights.items()
+            }
+            facts = {name: f"{shapes[name]} {w.config}" for name, w in self._weights.items()}
             if difference := first_difference(facts, [world], self._device().type):
                 raise ValueError(
                     f"float8_stats: the ranks have different layers ({difference}), and weights on "

@@ -22,7 +22,7 @@ from fp8_dist.mesh import Placements, local_tensor, reduced
 from fp8_dist.operand.cast import check_layout, check_transforms
 from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories, warn_if_not_synced
 from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import is_exporting, own_load_hooks
+from fp8_dist.torch_internals import is_exporting, own_load_hooks, recorded_as_operators_are
 from fp8_dist.transport import Encoding
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.local_placements import LocalPlacements
@@ -189,6 +189,7 @@ class Float8Linear(nn.Linear):
         assert isinstance(output, DTensor)
         return output.to_local()
 
+    @recorded_as_operators_are
     def _forward(
         self,
         input: torch.Tensor,

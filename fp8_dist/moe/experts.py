@@ -21,7 +21,11 @@ from fp8_dist.moe.functions import Weight, local_part
 from fp8_dist.recipe import Gemm, Operand, OperandCopies
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
 from fp8_dist.text import kind_of, without_wrappers
-from fp8_dist.torch_internals import StridedShard, remove_state_hooks
+from fp8_dist.torch_internals import (
+    StridedShard,
+    recorded_as_operators_are,
+    remove_state_hooks,
+)
 from fp8_dist.weight.agreement import note_converted
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.uncast import Uncast
@@ -139,6 +143,7 @@ class ExpertWeight(Float8Weight):
                 "another order; shard another dim (shard_placement_fn)"
             )
 
+    @recorded_as_operators_are
     def operand(self, parameter: torch.Tensor, is_transposed: bool | None = None) -> Weight:
         """The weight ``[E, N, K]`` for a forward and its backward.
 

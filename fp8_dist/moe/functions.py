@@ -32,6 +32,7 @@ from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, transposed
 from fp8_dist.scaling.operators import dequantize
 from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.torch_internals import recorded_as_operators_are
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import StoredFloat8
@@ -312,6 +313,7 @@ class _Up(torch.autograd.Function):
         return grad_x, None, None, None, *grad_weights, *[None for _ in unused]
 
 
+@recorded_as_operators_are
 def grouped_product(
     x: Tensor, weights: Sequence[Weight], to: Groups | Routing, config: Float8ExpertsConfig
 ) -> tuple[Tensor, ...]:
@@ -386,6 +388,7 @@ class _Combine(torch.autograd.Function):
         return None, grad, None, None
 
 
+@recorded_as_operators_are
 def combined_product(
     hidden: Tensor,
     weight: Weight,

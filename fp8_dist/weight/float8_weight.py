@@ -342,8 +342,13 @@ class Float8Weight:
         return self.config.recipe.casts[operand]
 
     def meshes(self) -> list[DeviceMesh]:
-        """The meshes that the operands of the weight's layer are distributed over."""
-        layouts = [self.layout() if self.is_registered else None, *self.histories.values()]
+        """The meshes that the operands of the weight's layer are distributed over.
+
+        Those of a computed weight are the meshes of the parameters that it is computed from.
+        """
+        is_computed = not self.is_registered
+        of_weight = map(Layout.of, self.module.parameters()) if is_computed else [self.layout()]
+        layouts = *of_weight, *self.histories.values()
         return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
     def operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:

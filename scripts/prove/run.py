@@ -41,18 +41,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{args.out}/page.md has all tables. ", end="")
         print(f"{runner.results} has all readings: send this file.\n")
         verdict = "\n".join([*page.bad(results)[-SHOWN:], page.verdict(results)])
-        print(verdict, flush=True)
         status = int(page.fails(results, chosen))
-        if status:
-            tell_launcher(verdict)
+        if not (status and tell_launcher(verdict)):
+            print(verdict, flush=True)
     return runner.agree(status)
 
 
-def tell_launcher(text: str) -> None:
-    """Let torchrun end its own report of the failure with a text.
+def tell_launcher(text: str) -> bool:
+    """Let torchrun, if it runs, end its own report of the failure with a text.
 
     It prints the report after all output of the ranks, so that what they say scrolls away.
     """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        extra = {"timestamp": str(int(time.time()))}
-        Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        message = {"message": f"\n{text}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}))
+    return path is not None

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
+from delayed_steps import amaxes
 from nets import GatedMLP, Net, full_state
 from rank_tests import on_ranks
 from ranks import device_mesh
@@ -21,7 +22,9 @@ from fp8_dist import (
     attach_update,
     convert_to_float8_training,
     convert_to_linear,
+    float8_layers,
     precompute_float8_dynamic_scale,
+    update_float8_scales,
 )
 from fp8_dist.mesh import local_tensor
 from fp8_dist.weight.known import KnownWeight
@@ -106,3 +109,22 @@ def test_precompute_and_back_to_linear() -> None:
     convert_to_linear(model)
     assert not isinstance(block.w3, Float8Linear)
     model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm")
+@pytest.mark.parametrize("norm", NORMS)
+@on_ranks(2)
+def test_histories_where_all_weights_are_computed(norm: str) -> None:
+    """The update runs no parametrization, and reduces amaxes over the ranks of FSDP2."""
+    model = convert_to_float8_training(Net(), config=Float8LinearConfig.from_recipe_name("delayed"))
+    for layer in float8_layers(model).values():
+        NORMS[norm](layer)
+    fully_shard(model, mesh=device_mesh(dp=2))
+    x = torch.randn(4, 8, 64) * (1 + torch.distributed.get_rank())
+    model(x).square().mean().backward()
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    update_float8_scales(model)
+    assert all(same_bits(buffer, before[name]) for name, buffer in model.named_buffers())
+    found: list[Any] = [None, None]
+    torch.distributed.all_gather_object(found, amaxes(model))
+    assert found[0] == found[1]

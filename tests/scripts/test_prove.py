@@ -75,6 +75,7 @@ def test_faults_of_other_stages_are_no_failure(tmp_path: Path) -> None:
     console = (tmp_path / "console.txt").read_text()
     _, _, end = console.rpartition("Traceback (most recent call last):")
     assert "<NO_OTHER_FAILURES>" in end
+    assert console.count("Bytes: 8 of 8 cases are WRONG") == 1
     *_, cases, bits, sent, speed, line = end.strip().splitlines()
     assert "WRONG: rank 1: " in cases
     assert bits == "  Bits: not checked."
