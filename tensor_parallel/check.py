@@ -80,8 +80,8 @@ def check_tp_plan(
     one dim if it is the output of a module of the plan. It also agrees if its sum over ranks does.
     Other outputs of another shape are not compared. For outputs of fewer than 64 elements, such as
     a loss, the effect of rounding is measured eight times, and nine times as much counts. Gradients
-    of fewer than 64 elements are compared roughly. Trained parameters that are zero, which would
-    hide errors in what they multiply, have random values in the copies.
+    of fewer than 64 elements are compared roughly, and between ranks. Trained parameters that are
+    zero, which would hide errors in what they multiply, have random values in the copies.
 
     What the model returns must be whole on every rank, because a loss takes a plain tensor for the
     whole. A DTensor is whole, however it is sharded, as for ``loss_parallel``. If code outside the
@@ -107,7 +107,7 @@ def check_tp_plan(
     weights and the batch between ranks. Those of ``apply_tp_plan``, and of a forward and a
     backward. An all-gather or all-reduce of each output and gradient that is a DTensor, and an
     all-reduce of each plain output that differs. Two all-reduces of 16 bytes per module call and
-    per parameter.
+    per parameter. An all-reduce of the plain gradients of fewer than 64 elements.
 
     Raises:
         ValueError: on all ranks: the output of a module or the gradient of a parameter differs (the
@@ -160,6 +160,12 @@ def check_tp_plan(
                     f"one device {error}. All outputs agree, and so do the gradients of the layers "
                     f"that run after it. {_about_gradient(parallel.diagnosis(), name)}"
                 )
+        for name, spread in _spreads(mesh, expected, noisy, parallel).items():
+            raise ValueError(
+                f"check_tp_plan: under the plan, the gradient of {name!r} differs between the "
+                f"ranks, by up to {spread:.2g} (values: {_rms(expected[name][0]):.2g}), so its "
+                f"copies would train apart. {_about_gradient(parallel.diagnosis(), name)}"
+            )
     mark_checked(model, mesh, plan)
 
 
@@ -396,6 +402,36 @@ def _errors(
     table = torch.tensor(rows, device=mesh.device_type).view(-1, len(_Error._fields))
     dist.all_reduce(table, dist.ReduceOp.MAX, mesh.get_group())
     return {key: _Error(*row) for key, row in zip(one, table.tolist(), strict=True)}
+
+
+def _spreads(
+    mesh: DeviceMesh, one: _Tensors, rounded: _Tensors, parallel: _Run
+) -> dict[str, float]:
+    """The differences between ranks of plain gradients of few elements, where they count.
+
+    One draw of rounding errors tells little about such gradients. But a plain parameter is the same
+    on all ranks, and has the same gradient there, unless each computes it from a part.
+    """
+    gradients = {name: p.grad for name, p in parallel.trained().items()}
+    plain = {
+        name: grad.double().flatten()
+        for name, grad in gradients.items()
+        if grad is not None and not isinstance(grad, DTensor) and grad.numel() < _FEW
+    }
+    if not plain:
+        return {}
+    limits = {
+        name: max(_MARGIN * _distance(one[name][0], rounded[name][0], mesh), _rms(grad) / 256)
+        for name, grad in plain.items()
+    }
+    values = torch.cat([*plain.values()])
+    bounds = torch.cat([values, -values, values.new_tensor([*limits.values()])])
+    dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group())
+    largest, negative_smallest, allowed = bounds.split([len(values), len(values), len(limits)])
+    spreads = (largest + negative_smallest).split([len(grad) for grad in plain.values()])
+    worst = [max(spread.tolist()) for spread in spreads]
+    pairs = zip(plain, worst, allowed.tolist(), strict=True)
+    return {name: spread for name, spread, limit in pairs if spread > limit}
 
 
 def _effect(x: torch.Tensor, noisy: Sequence[torch.Tensor], mesh: DeviceMesh) -> float:

@@ -52,6 +52,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.by_head = DIM // HEAD_DIM, by_head
         self.qkv, self.proj = nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+        self.q_norm: nn.Module = nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.by_head:
@@ -59,6 +60,7 @@ class Attention(nn.Module):
         else:
             parts = [y.unflatten(-1, (-1, HEAD_DIM)) for y in self.qkv(x).chunk(3, -1)]
         q, k, v = (y.transpose(1, 2) for y in parts)
+        q = self.q_norm(q)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(-2))
 
@@ -229,6 +231,19 @@ def test_wrong_plans_are_named() -> None:
         for text, part in zip(found, shown, strict=True):
             assert part in text, text
         assert "that of 'h.1.drop', summed over ranks, agrees" in found[1]
+
+
+@on_ranks(2)
+def test_parameters_of_few_elements_that_ranks_read_for_their_heads() -> None:
+    """Each rank has the gradient of its own heads, which would be summed."""
+    for recipe in (None, "tensorwise", "rowwise_folded"):
+        model = gpt(recipe)
+        for block in model.h:
+            block.attn.q_norm = nn.RMSNorm(HEAD_DIM)
+        for sequence_parallel in (False, True):
+            text = refused(model, gpt_plan(model, sequence_parallel))
+            assert "the gradient of 'h.1.attn.q_norm.weight' differs between the ranks" in text
+            assert "so its copies would train apart" in text
 
 
 @on_ranks(2)
