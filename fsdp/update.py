@@ -100,15 +100,17 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
         )
     reshard(module, "sync_float8_amax_and_scale_history")
     meshes = {mesh for layer in layers for mesh in layer.float8_weight.meshes()}
+    histories, amaxes, count = _recorded(layers, has_shards=bool(meshes))
     # The device of the mesh, because offloaded weights are on another one.
     of_meshes = (torch.device(mesh.device_type) for mesh in meshes)
-    device = next(chain(of_meshes, (p.device for p in module.parameters())))
-    histories, amaxes, count = _recorded(layers, has_shards=bool(meshes))
+    of_amaxes = (x.device for x in amaxes if isinstance(x, torch.Tensor))
+    device = next(chain(of_meshes, of_amaxes), torch.device("cpu"))
     numbers = {number: torch.full((), number, device=device) for number in (0.0, _UNUSED)}
     values = [numbers[x] if isinstance(x, float) else x.to(device) for x in amaxes]
     groups, _ = common_groups({mesh: range(mesh.ndim) for mesh in meshes})
+    sent = torch.stack(values)
     with agreement.expecting_all_ranks("the update of scales (attach_update, or the sync)"):
-        reduced = all_reduce_max(torch.stack(values), groups)
+        reduced = all_reduce_max(sent, groups)
     _, of_weights, marks = reduced.split([len(reduced) - 2 * count, count, count])
     of_weights.masked_fill_(marks < 0, _UNUSED)
     advance(histories, reduced[: len(histories)], is_local=not meshes)
@@ -194,43 +196,54 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             "step hooks, and holds none (as its attribute .optimizer, or by iteration); pass the "
             "optimizer that updates the model"
         )
-    fitting = _updating(optimizers, module, weights)
-    unchecked = [*optimizers]  # of whose parameters some may be replaced until the first step
-
-    def update_converted() -> None:
-        weights = float8_weights(module)
-        if not weights:  # after convert_to_linear
-            return
-        if unchecked:
-            reshard(module, "attach_update")
-            _updating(unchecked, module, weights)
-            unchecked.clear()
-        update_float8_scales(module)
-
-    return optimizer_steps.after_steps(fitting, update_converted)
-
-
-def _updating(
-    optimizers: Sequence[Optimizer], module: nn.Module, weights: Mapping[str, Float8Weight]
-) -> Sequence[Optimizer]:
-    """The optimizers that hold trained weights of the module; all of them if none is trained.
-
-    Raises:
-        ValueError: no optimizer holds any, or some hold parameters that were replaced.
-    """
     registered = {fqn: weight for fqn, weight in weights.items() if weight.is_registered}
     trained = {id(p): fqn for fqn, w in registered.items() if (p := w.parameter()).requires_grad}
     fitting = [opt for opt in optimizers if trained.keys() & optimizer_steps.held_by(opt)]
     if trained and not fitting:
         first = next(iter(trained.values()))
         raise ValueError(
-            f"attach_update: the {type(optimizers[0]).__name__} updates none of the module's "
+            f"attach_update: the {type(optimizer).__name__} updates none of the module's "
             f"{len(trained)} float8 weights (such as {first}). {_REMEDY}"
         )
     for opt in optimizers:
         optimizer_steps.check_not_replaced(opt)
     _check_not_older(optimizers, module, registered)
-    return fitting or optimizers
+    # The parameters until the first step: what shards a model replaces them.
+    parameters = {weight: weight.parameter() for weight in registered.values()}
+
+    def update_converted() -> None:
+        weights = float8_weights(module)
+        if not weights:  # after convert_to_linear
+            return
+        if parameters:
+            reshard(module, "attach_update")
+            _check_not_replaced(optimizers, weights, parameters)
+            parameters.clear()
+        update_float8_scales(module)
+
+    return optimizer_steps.after_steps(fitting or optimizers, update_converted)
+
+
+def _check_not_replaced(
+    optimizers: Sequence[Optimizer],
+    weights: Mapping[str, Float8Weight],
+    parameters: Mapping[Float8Weight, torch.Tensor],
+) -> None:
+    """Raise ValueError if optimizers hold parameters that weights had, and have no longer."""
+    held = set[int]().union(*map(optimizer_steps.held_by, optimizers))
+    replaced = [
+        fqn
+        for fqn, weight in weights.items()
+        if (old := parameters.get(weight)) is not None
+        and id(old) in held
+        and (new := weight.parameter()) is not old
+        and new.requires_grad
+    ]
+    if replaced:
+        raise ValueError(
+            f"attach_update: {len(replaced)} float8 weights (such as {replaced[0]}) were replaced "
+            f"after the call, so the optimizer does not train them. {_REMEDY}"
+        )
 
 
 def _check_not_older(

@@ -180,8 +180,9 @@ def _copy_of(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.any():
-                values = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(values / max(parameter.shape[-1:].numel(), 1) ** 0.5)
+                values = torch.randn(parameter.shape, generator=generator, device="cpu")
+                inputs = max(1, *parameter.shape[1:]) if parameter.ndim > 1 else 16
+                parameter.copy_(values / inputs**0.5)
     return model
 
 
@@ -412,11 +413,11 @@ def _spreads(
     One draw of rounding errors tells little about such gradients. But a plain parameter is the same
     on all ranks, and has the same gradient there, unless each computes it from a part.
     """
-    gradients = {name: p.grad for name, p in parallel.trained().items()}
+    # A rank may have none, because no code of its own reads the parameter.
     plain = {
-        name: grad.double().flatten()
-        for name, grad in gradients.items()
-        if grad is not None and not isinstance(grad, DTensor) and grad.numel() < _FEW
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).to(mesh.device_type).double()
+        for name, p in sorted(parallel.trained().items())
+        if not isinstance(p, DTensor) and p.numel() < _FEW
     }
     if not plain:
         return {}
@@ -424,12 +425,12 @@ def _spreads(
         name: max(_MARGIN * _distance(one[name][0], rounded[name][0], mesh), _rms(grad) / 256)
         for name, grad in plain.items()
     }
-    values = torch.cat([*plain.values()])
+    values = torch.cat([grad.flatten() for grad in plain.values()])
     bounds = torch.cat([values, -values, values.new_tensor([*limits.values()])])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, mesh.get_group())
     largest, negative_smallest, allowed = bounds.split([len(values), len(values), len(limits)])
-    spreads = (largest + negative_smallest).split([len(grad) for grad in plain.values()])
-    worst = [max(spread.tolist()) for spread in spreads]
+    spreads = (largest + negative_smallest).split([grad.numel() for grad in plain.values()])
+    worst = [max(spread.tolist(), default=0.0) for spread in spreads]
     pairs = zip(plain, worst, allowed.tolist(), strict=True)
     return {name: spread for name, spread, limit in pairs if spread > limit}
 

@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -276,8 +277,12 @@ class _Ranks:
         # A mesh comes first, because FSDP2 may offload weights to the CPU.
         if self._mesh is not None:
             return torch.device(self._mesh.device_type)
-        # (A computed weight is no parameter, and reading it would run a parametrization.)
-        return next(next(iter(self._weights.values())).module.parameters()).device
+        weights = self._weights.values()
+        registered = (weight.parameter() for weight in weights if weight.is_registered)
+        # Reading a computed weight may run a parametrization.
+        others = (parameter for weight in weights for parameter in weight.module.parameters())
+        computed = (weight.parameter() for weight in weights)
+        return next(chain(registered, others, computed)).device
 
     def _find_groups(self) -> GroupNames:
         if self._mesh is not None:

@@ -13,9 +13,14 @@ from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, wrong_type
-from fp8_dist.torch_internals import has_functorch_transforms, in_forward_ad
+from fp8_dist.torch_internals import (
+    has_functorch_transforms,
+    in_forward_ad,
+    recorded_as_operators_are,
+)
 
 
+@recorded_as_operators_are
 def cast_to_float8(
     tensor: torch.Tensor,
     cast_config: CastConfig,

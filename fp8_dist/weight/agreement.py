@@ -33,7 +33,7 @@ CONVERTED: "WeakSet[nn.Module]" = WeakSet()
 Layers = Mapping[str, Any]
 
 _PASSED_ON = ""  # the name of the fact that passes on a difference found on a smaller mesh
-_CALL = "the call that compares them"  # the name of the fact that says who compares
+_CALL = "the function that compares"  # the name of the fact that says it
 _RECIPE = ": recipe"  # the end of the name of the fact that says the recipe of a weight
 
 
@@ -76,10 +76,14 @@ class Facts:
                 continue
             groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1]
             passed_on = {_PASSED_ON: difference} | facts
+            call = caller.partition(" of ")[0]  # without the name of a layer
             with expecting_all_ranks(caller):
-                new = first_difference(passed_on, groups, mesh.device_type, caller)
+                new = first_difference(passed_on, groups, mesh.device_type, call)
             if new is not None:
                 failed_mesh, difference = mesh, new
+        if difference.startswith(_CALL):
+            found, fix = "made different calls", "Make the same calls, in the same order"
+            difference = difference.removeprefix(f"{_CALL}: ")
         if difference:
             raise ValueError(f"{caller}: the ranks of {failed_mesh} {found}: {difference}. {fix}")
 
@@ -89,6 +93,8 @@ def expecting_all_ranks(caller: str) -> Iterator[None]:
     """Say which call other ranks have left out, if the communication within the block fails."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise RuntimeError(
             f"{caller}: another rank did not make this call, or has exited: all ranks must make "

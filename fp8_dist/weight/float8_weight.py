@@ -156,7 +156,7 @@ class Float8Weight:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
-            check_placed({self.fqn: self.module}, layout.mesh, caller)
+            check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
 
     @property
     def module(self) -> nn.Module:
@@ -344,7 +344,7 @@ class Float8Weight:
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over.
 
-        Those of a computed weight are the meshes of the parameters that it is computed from.
+        For a computed weight, these are the meshes of all parameters of its module.
         """
         is_computed = not self.is_registered
         of_weight = map(Layout.of, self.module.parameters()) if is_computed else [self.layout()]

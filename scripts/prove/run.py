@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"{runner.results} has all readings: send this file.\n")
         verdict = "\n".join([*page.bad(results)[-SHOWN:], page.verdict(results)])
         status = int(page.fails(results, chosen))
-        if not (status and tell_launcher(verdict)):
-            print(verdict, flush=True)
+        is_told = status and tell_launcher(verdict)
+        print(page.verdict(results) if is_told else verdict, flush=True)
     return runner.agree(status)
 
 
@@ -52,8 +52,8 @@ def tell_launcher(text: str) -> bool:
 
     It prints the report after all output of the ranks, so that what they say scrolls away.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if path:
         message = {"message": f"\n{text}", "extraInfo": {"timestamp": str(int(time.time()))}}
         Path(path).write_text(json.dumps({"message": message}))
-    return path is not None
+    return bool(path)

@@ -385,7 +385,27 @@ def test_weights_that_are_sharded_after_attaching_are_refused(part: str) -> None
     for _ in range(2):  # the error stays until the loop is mended
         world.net(x).square().mean().backward()
         text = raised(ValueError, optimizer.step)
+        number = 3 if part else 6
+        expected = (
+            f"attach_update: {number} float8 weights (such as layers.0.w1.weight) were replaced"
+        )
+        assert text.startswith(expected)
         assert "Make the optimizer, and call attach_update, after apply_tp_plan and" in text
+
+
+@on_ranks(2)
+def test_weights_that_are_frozen_or_trained_after_attaching() -> None:
+    """Nothing is replaced, so nothing is refused."""
+    world = Distributed(2, 1)
+    first, second = world.net.layers
+    world.net.requires_grad_(False)
+    second.requires_grad_(True)
+    optimizer = AdamW(second.parameters())
+    attach_update(optimizer, world.net)
+    first.requires_grad_(True)
+    second.requires_grad_(False)
+    world.net(world.mine(torch.randn(4, 8, 64))).square().mean().backward()
+    optimizer.step()
 
 
 @on_ranks(2)
@@ -397,7 +417,7 @@ def test_a_plan_that_is_applied_after_attaching_is_refused() -> None:
     apply_tp_plan(net, device_mesh(tp=2), {"layers.0.w1": whole})
     net(torch.randn(4, 8, 64)).square().mean().backward()
     text = raised(ValueError, optimizer.step)
-    assert "the optimizer holds other parameters than 1 of the module's 6 float8 weights" in text
+    assert "attach_update: 1 float8 weights (such as layers.0.w1.weight) were replaced" in text
     attach_update(AdamW(net.parameters()), net).remove()
 
 
