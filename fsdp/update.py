@@ -1,5 +1,6 @@
 """Updates of scales after an optimizer step: precompute, sync, or both, also as step hooks."""
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -210,6 +211,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
     _check_not_older(optimizers, module, registered)
     # The parameters until the first step: what shards a model replaces them.
     parameters = {weight: weight.parameter() for weight in registered.values()}
+    # The optimizer holds this function, and would not be freed if the function held the optimizer.
+    held = [weakref.ref(opt) for opt in optimizers]
 
     def update_converted() -> None:
         weights = float8_weights(module)
@@ -217,7 +220,8 @@ def attach_update(optimizer: Optimizer | Iterable[Optimizer], module: nn.Module)
             return
         if parameters:
             reshard(module, "attach_update")
-            _check_not_replaced(optimizers, weights, parameters)
+            alive = [opt for each in held if (opt := each()) is not None]
+            _check_not_replaced(alive, weights, parameters)
             parameters.clear()
         update_float8_scales(module)
 

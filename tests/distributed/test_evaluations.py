@@ -321,31 +321,28 @@ def test_compiled() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("recipe", CONFIGS)
-def test_gradients_that_are_enabled_in_inference_mode(recipe: str) -> None:
-    """They have no effect there, as for nn.Linear."""
-    layer = nn.Linear(DIM, HIDDEN)
-    net = convert_to_float8_training(nn.Sequential(layer), config=CONFIGS[recipe])
-    x = torch.randn(4, DIM)
+def check_enabled_gradients(net: nn.Module, x: Tensor) -> None:
     with torch.no_grad():
         expected = net(x)
     with torch.inference_mode(), torch.enable_grad():
         found = net(x)
     assert same_bits(found, expected)
     assert not found.requires_grad
+
+
+@pytest.mark.parametrize("recipe", CONFIGS)
+def test_gradients_that_are_enabled_in_inference_mode(recipe: str) -> None:
+    """They have no effect there, as for nn.Linear."""
+    layer = nn.Linear(DIM, HIDDEN)
+    net = convert_to_float8_training(nn.Sequential(layer), config=CONFIGS[recipe])
+    check_enabled_gradients(net, torch.randn(4, DIM))
 
 
 @pytest.mark.parametrize("recipe", OF_EXPERTS)
 def test_gradients_of_experts_that_are_enabled_in_inference_mode(recipe: str) -> None:
     net = Experts()
     convert_experts_to_float8_training(net, config=Float8ExpertsConfig.from_recipe_name(recipe))
-    x = torch.randn(2, 6, DIM)
-    with torch.no_grad():
-        expected = net(x)
-    with torch.inference_mode(), torch.enable_grad():
-        found = net(x)
-    assert same_bits(found, expected)
-    assert not found.requires_grad
+    check_enabled_gradients(net, torch.randn(2, 6, DIM))
 
 
 @on_ranks(2, returns=True)

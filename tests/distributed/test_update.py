@@ -1,5 +1,7 @@
 """update_float8_scales for each recipe on each mesh, and as a hook of optimizers (attach_update)."""
 
+import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -391,6 +393,22 @@ def test_weights_that_are_sharded_after_attaching_are_refused(part: str) -> None
         )
         assert text.startswith(expected)
         assert "Make the optimizer, and call attach_update, after apply_tp_plan and" in text
+
+
+def test_an_optimizer_is_freed_with_its_last_reference() -> None:
+    """Its states are large, and the garbage collector may not run for long."""
+    net = convert_to_float8_training(Net())
+    optimizer = AdamW(net.parameters())
+    attach_update(optimizer, net)
+    net(torch.randn(4, 8, 64)).square().mean().backward()
+    optimizer.step()
+    held = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 @on_ranks(2)
