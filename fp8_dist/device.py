@@ -1,4 +1,4 @@
-"""Devices: the float8 dtypes and GEMMs that they have, their streams, and captures of CUDA graphs.
+"""Devices: the float8 dtypes that they have, their streams, and captures of CUDA graphs.
 
 docs/design.md defines the terms of the package (amax, scale, qdata, axis, dim).
 """
@@ -75,15 +75,11 @@ def is_as_measured(device: torch.device) -> bool:
     return _nvidia_capability(device)[0] in (9, 10)
 
 
-@cache
-def device_has_float8_gemm(device: torch.device) -> bool:
-    """Return whether ``torch._scaled_mm`` runs on float8 matrix cores of a device.
-
-    These are NVIDIA GPUs from compute capability 8.9 (Ada, Hopper), and AMD's gfx94x, gfx95x and
-    gfx12x. On a CPU the operator is slower than :mod:`fp8_dist.kernels.cpu`.
-    """
-    is_amds = device.type == "cuda" and rocm_arch().startswith(("gfx94", "gfx95", "gfx12"))
-    return is_amds or _nvidia_capability(device) >= (8, 9)
+def architecture(device: torch.device) -> str:
+    """The compute capability of an NVIDIA GPU ("9.0"), AMD's name ("gfx942"); "" for others."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return ""
+    return rocm_arch() or "{}.{}".format(*_nvidia_capability(device))
 
 
 @constant_in_graphs
@@ -122,33 +118,6 @@ def _ptxas_release(arch: int) -> int:
         return 0
 
 
-@cache
-def device_has_grouped_gemm(device: torch.device) -> bool:
-    """Return whether ``torch._scaled_grouped_mm`` runs on a device.
-
-    These are NVIDIA GPUs of compute capability 9.0 (Hopper) and 10.0 (Blackwell), and AMD's gfx942
-    and gfx950.
-    """
-    is_amds = device.type == "cuda" and rocm_arch() in ("gfx942", "gfx950")
-    return is_amds or _nvidia_capability(device) in ((9, 0), (10, 0))
-
-
-# The recipe whose blocks each kind of device multiplies in float8.
-BLOCK_RECIPES = {"hopper": "blockwise", "blackwell": "mxfp8"}
-
-
-@cache
-def device_kind(device: torch.device) -> str | None:
-    """Return the kind of a device's GEMM with block scales: "hopper", "blackwell" or None."""
-    if torch.version.cuda is None:
-        return None
-    release = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    major, _ = torch.cuda.get_device_capability(device)
-    if major == 9 and release >= (12, 9):
-        return "hopper"
-    return "blackwell" if major == 10 and release >= (12, 8) else None
-
-
 def fuses_casts(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on a device where one pass can cast several copies."""
     return tensor.is_cuda
@@ -181,13 +150,20 @@ def call_at_replays(key: Hashable, function: Callable[[], None]) -> None:
         _capture[1][key] = function
 
 
+# From torch 2.14 on, capture_end consists of two methods, which other code may call by themselves.
+# The first one ends the capture. (torch's hooks would not run then, and hide errors.)
+END_OF_CAPTURE = "capture_end"
+if hasattr(torch.cuda.CUDAGraph, "capture_end_pre"):
+    END_OF_CAPTURE = "capture_end_pre"
+
+
 def with_numbers(graph: Any) -> tuple[Callable[..., None], ...]:
     """The methods of a class of CUDA graphs that begin and end a capture, and replay it.
 
     They also number captures, and call what replays are to call.
     """
     # torch does not tell captures apart, and replays write to tensors without any other trace.
-    begin, end, run = graph.capture_begin, graph.capture_end, graph.replay
+    begin, end, run = graph.capture_begin, getattr(graph, END_OF_CAPTURE), graph.replay
 
     @wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -211,11 +187,13 @@ def with_numbers(graph: Any) -> tuple[Callable[..., None], ...]:
     return capture_begin, capture_end, replay
 
 
-(
-    torch.cuda.CUDAGraph.capture_begin,  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.capture_end,  # type: ignore[method-assign]
-    torch.cuda.CUDAGraph.replay,  # type: ignore[method-assign]
-) = with_numbers(torch.cuda.CUDAGraph)
+_begin, _end, _replay = with_numbers(torch.cuda.CUDAGraph)
+torch.cuda.CUDAGraph.capture_begin = _begin  # type: ignore[method-assign]
+if END_OF_CAPTURE == "capture_end":
+    torch.cuda.CUDAGraph.capture_end = _end  # type: ignore[method-assign]
+else:
+    torch.cuda.CUDAGraph.capture_end_pre = _end  # type: ignore[attr-defined]
+torch.cuda.CUDAGraph.replay = _replay  # type: ignore[method-assign]
 
 
 def keep_for(stream: torch.cuda.Stream, tensor: torch.Tensor) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind, is_as_measured
+from fp8_dist.device import is_as_measured
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
+from fp8_dist.gemm_table import BLOCK_RECIPES, GEMMS, TABLE, block_of_gemm, has_gemm
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
@@ -25,6 +26,7 @@ def environment() -> Iterator[str]:
     yield "\nfloat8 GEMMs"
     yield "  cpu: emulated in a wider type, as on every CPU"
     yield from _gpus()
+    yield from _table()
     yield "\ncommunication"
     missing, has_nccl = "not in this build of torch", dist.is_nccl_available()
     yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
@@ -50,7 +52,7 @@ def environment() -> Iterator[str]:
 def outlook() -> str:
     """Return a sentence on whether float8 runs on this machine, and how fast."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    native = [device for device in devices if device_has_float8_gemm(device)]
+    native = [device for device in devices if has_gemm("scaled", device)]
     if _is_old():
         return f"float8 does not run here: install torch {OLDEST_TORCH} or later."
     if native:
@@ -81,7 +83,27 @@ def _gpus() -> Iterator[str]:
             kind, where = properties.gcnArchName, "on gfx94x, gfx95x and gfx12x"
         device = torch.device("cuda", index)
         how = f"emulated in a wider type (native {where})"
-        if device_has_float8_gemm(device):
-            blocks = BLOCK_RECIPES.get(device_kind(device) or "", "none")
-            how = f"native; of the recipes with scales of blocks: {blocks}"
+        if has_gemm("scaled", device):
+            blocks = BLOCK_RECIPES.get(block_of_gemm(device) or 0, "none")
+            how = f"native; of the recipes with scales of blocks: {blocks}; experts: "
+            how += _experts(device)
         yield f"  cuda:{index}: {properties.name}, {kind}: {how}"
+
+
+def _experts(device: torch.device) -> str:
+    """How the experts of the recipes with scales of rows are multiplied."""
+    if has_gemm("groups", device):
+        return "in float8"
+    return "in bf16" if has_gemm("groups in bf16", device) else "one after the other"
+
+
+def _table() -> Iterator[str]:
+    """Yield the table of GEMMs, whatever GPUs are here."""
+    yield "\nGEMMs that torch has, by compute capability or AMD's name"
+    for gemm, description in GEMMS.items():
+        yield f"  {description}"
+        for row in TABLE:
+            if row.gemm == gemm:
+                since = f"from torch {row.torch} on" if row.torch else "not yet"
+                since += f", CUDA {row.cuda}" if row.cuda else ""
+                yield f"    {row.architectures}: {since} ({row.source})"

@@ -14,8 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fp8_dist.device import device_has_float8_gemm, e4m3
+from fp8_dist.device import e4m3
 from fp8_dist.env import strict_alignment
+from fp8_dist.gemm_table import cuda_release, has_gemm
 from fp8_dist.kernels.blocks import dequantize_blocks
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up, transposed_copy
@@ -28,7 +29,7 @@ GemmOptions = tuple[bool, bool, bool, bool]
 
 def needs_alignment(device: torch.device, emulate: bool) -> bool:
     """Return whether the float8 GEMM requires dims that are multiples of ``ALIGNMENT``."""
-    return not emulate and (device_has_float8_gemm(device) or strict_alignment())
+    return not emulate and (has_gemm("scaled", device) or strict_alignment())
 
 
 @constant_in_graphs
@@ -37,7 +38,7 @@ def takes_transposed(device: torch.device) -> bool:
 
     A GEMM that contracts the rows of an operand then needs a transposed copy of it.
     """
-    return device_has_float8_gemm(device)
+    return has_gemm("scaled", device)
 
 
 def apply_scales(product: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
@@ -108,7 +109,7 @@ def scaled_mm(
         a, b = _aligned(a, b, pad_inner_dim)
         if scale_b.numel() > 1:
             scale_b = padded(scale_b, (0, b.shape[1] - columns))
-    if not emulate and device_has_float8_gemm(a.device):
+    if not emulate and has_gemm("scaled", a.device):
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
@@ -134,7 +135,7 @@ def fusible_scaled_mm(
     """
     use_fast_accum, _, emulate, _ = options
     _check_scales(a, b, scale_a, scale_b)
-    if emulate or not device_has_float8_gemm(a.device):
+    if emulate or not has_gemm("scaled", a.device):
         return None
     if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
         return None
@@ -183,7 +184,7 @@ def _native(
             warn_once(
                 "slow rowwise GEMM",
                 f"torch built for CUDA {torch.version.cuda} runs GEMMs with scales of rows in a "
-                "slow kernel if they accumulate in full precision: use a build for CUDA 12.9 or "
+                "slow kernel if they accumulate in full precision: use a build for CUDA 13.0 or "
                 "later, or Float8GemmConfig(use_fast_accum=True)",
             )
         # Flattened first, because torch may require stride 1 even along a dim of size 1.
@@ -201,7 +202,8 @@ def _has_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:
 
     It writes only bf16, and on some devices takes only e4m3.
     """
-    return out_dtype is torch.bfloat16 and b.dtype == e4m3()
+    fits = out_dtype is torch.bfloat16 and b.dtype == e4m3()
+    return fits and has_gemm("by rows", b.device)
 
 
 def row_major(x: Tensor) -> Tensor:
@@ -213,8 +215,7 @@ def row_major(x: Tensor) -> Tensor:
 
 def _has_slow_rowwise_gemm() -> bool:
     """Return whether torch has only CUTLASS's rowwise kernel; CUDA 12.9 adds cuBLASLt's."""
-    cuda = torch.version.cuda
-    return cuda is not None and tuple(map(int, cuda.split(".")[:2])) < (12, 9)
+    return () < cuda_release() < (12, 9)
 
 
 def _aligned(a: Tensor, b: Tensor, pad_inner_dim: bool) -> tuple[Tensor, Tensor]:

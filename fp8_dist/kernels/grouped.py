@@ -4,21 +4,27 @@
 scale per row or column, and writes bf16. A sum over rows requires that the dim of rows is
 contiguous in memory, and that groups begin at multiples of 16 bytes. So both operands are
 transposed, and groups are padded in the same pass.
+
+Some devices have such a kernel for bf16 alone (:mod:`fp8_dist.gemm_table`). They multiply the
+values of the same float8 data. Scales are powers of two, so these values are exact in bf16.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fp8_dist.device import device_has_grouped_gemm, e4m3
+from fp8_dist.device import e4m3
+from fp8_dist.gemm_table import has_gemm
 from fp8_dist.kernels.custom_op import custom_op
 from fp8_dist.kernels.gemm import row_major
 from fp8_dist.kernels.quantization import ALIGNMENT
+from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import native_scaled_grouped_mm
 
 _grouped_mm = partial(native_scaled_grouped_mm, out_dtype=torch.bfloat16)
@@ -121,60 +127,112 @@ def rows_of_groups(x: Tensor, source: Tensor, transposed: bool) -> Tensor:
     return (rows.t().contiguous() if transposed else rows).view(x.dtype)
 
 
-def has_grouped_gemm(
-    x: Tensor, sizes: Sequence[int], out_dtype: torch.dtype, emulate: bool
-) -> bool:
-    """Return whether the device multiplies groups of float8 data in one kernel.
+def grouped_gemm(
+    x: Tensor, sizes: Sequence[int], out_dtype: torch.dtype, emulate: bool, has_blocks: bool
+) -> Literal["float8", "bf16"] | None:
+    """Return the dtype in which a device multiplies groups of float8 data in one kernel.
 
     Args:
         x: an operand.
         sizes: the dims of the GEMM of a group, other than its number of rows.
+        has_blocks: whether scales are those of blocks, which no kernel in float8 takes.
+
+    Returns:
+        ``None`` if groups must be multiplied one after the other, because the device has no such
+        kernel, or because it does not take these operands.
     """
-    return (
+    fits = (
         not emulate
         and x.dtype == e4m3()
         and out_dtype is torch.bfloat16
-        and device_has_grouped_gemm(x.device)
         and not any(size % ALIGNMENT for size in sizes)
         and len(x) > 0
+    )
+    if not (fits and x.is_cuda):
+        return None
+    if has_gemm("groups", x.device) and not has_blocks:
+        return "float8"
+    if has_gemm("groups in bf16", x.device):
+        _warn_of_bf16(has_blocks)
+        return "bf16"
+    warn_once(
+        "no grouped GEMM",
+        "this device has no grouped GEMM in this release of torch (python -m fp8_dist.doctor lists "
+        "them), so experts are multiplied one after the other, which takes the host longer",
+    )
+    return None
+
+
+def _warn_of_bf16(has_blocks: bool) -> None:
+    reason = "this device has no grouped GEMM in float8 in this release of torch"
+    if has_blocks:
+        reason = "scales of blocks have no grouped GEMM in float8"
+    warn_once(
+        f"grouped GEMM in bf16, {has_blocks}",
+        f"{reason} (python -m fp8_dist.doctor lists them), so experts are multiplied in bf16, no "
+        "faster than without float8; what is sent and kept stays in float8",
     )
 
 
 def grouped_scaled_mm(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    groups: Groups,
+    dtype: Literal["float8", "bf16"],
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix; requires :func:`has_grouped_gemm`.
+    """Multiply the rows of each group by its matrix.
 
     Args:
         a: float8 ``[R, K]``.
         b: float8 ``[E, K, N]``. Unless its columns are contiguous, it is copied.
         scale_a: fp32 ``[R, 1]``.
         scale_b: fp32, expandable to ``[E, 1, N]``.
+        dtype: what :func:`grouped_gemm` returns.
 
     Returns:
         bf16 ``[R, N]``.
     """
+    if dtype == "bf16":
+        return F.grouped_mm(_values(a, scale_a), _values(b, scale_b), offs=groups.ends)
     experts, _, columns = b.shape
     column_scales = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
     return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), column_scales, groups.ends)
 
 
 def grouped_scaled_sums(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    groups: Groups,
+    dtype: Literal["float8", "bf16"],
 ) -> Tensor:
-    """Sum ``a[r] b[r]^T`` over the rows of each group; requires :func:`has_grouped_gemm`.
+    """Sum ``a[r] b[r]^T`` over the rows of each group.
 
     Args:
         a, b: float8 ``[N, P]`` and ``[K, P]``, :func:`rows_of_groups` of groups padded to 16.
         scale_a, scale_b: fp32, expandable to ``[E, 1, N]`` and ``[E, 1, K]``.
+        dtype: what :func:`grouped_gemm` returns.
 
     Returns:
         bf16 ``[E, N, K]``.
     """
     experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
-    operands = ((scale_a, a), (scale_b, b))
-    scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in operands]
-    return without_empty(_grouped_mm(a, b.t(), *scales, ends), groups)
+    if dtype == "bf16":
+        # The scales of a group's rows and columns do not depend on what is summed.
+        sums = F.grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), offs=ends)
+        sums.mul_(scale_a.mT.to(torch.bfloat16)).mul_(scale_b.to(torch.bfloat16))
+    else:
+        operands = ((scale_a, a), (scale_b, b))
+        scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in operands]
+        sums = _grouped_mm(a, b.t(), *scales, ends)
+    return without_empty(sums, groups)
+
+
+def _values(x: Tensor, scale: Tensor) -> Tensor:
+    return x.to(torch.bfloat16).mul_(scale.to(torch.bfloat16))
 
 
 def without_empty(sums: Tensor, groups: Groups) -> Tensor:

@@ -33,7 +33,6 @@ from fp8_dist.mesh import Layout
 from fp8_dist.operand.prepare import cast_once
 from fp8_dist.scaling import Quantized
 from fp8_dist.scaling.operators import dequantize, flat, multiply, operand_of
-from fp8_dist.text import warn_once
 
 
 class GroupedGemm(NamedTuple):
@@ -100,14 +99,17 @@ def _grouped_mm(gemm: GroupedGemm) -> Tensor:
     if not (rows.scheme.levels or any(size % ALIGNMENT for size in dims)) and len(rows.qdata):
         wide = weights.qdata.mT if transpose else weights.qdata
         return F.grouped_mm(rows.qdata, wide, offs=groups.ends).to(out_dtype)
-    if grouped.has_grouped_gemm(rows.qdata, dims, out_dtype, emulate):
-        if rows.scheme.is_recast_for_rows:
-            wide = _as_bf16(weights)
-            return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
+    has_blocks = rows.scheme.is_recast_for_rows
+    kernel = grouped.grouped_gemm(rows.qdata, dims, out_dtype, emulate, has_blocks)
+    if kernel is not None and has_blocks:
+        wide = _as_bf16(weights)
+        return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
+    if kernel is not None:
         data, scale = weights.qdata, weights.scales[0]
         if transpose:
             data, scale = data.mT, scale.mT
-        return grouped.grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
+        operands = rows.qdata, data, rows.scales[0], scale
+        return grouped.grouped_scaled_mm(*operands, groups, kernel)
     product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
     for group in groups.slices():
         left, right = _part_of_expert(rows, *group), _part_of_expert(weights, *group)
@@ -140,13 +142,16 @@ def grouped_gradients(
 
 def _grouped_gradients(gemms: GradientGemms) -> tuple[Tensor | None, Tensor | None]:
     grad, _, weights, groups, (rows_dtype, weight_dtype), pads, emulate = gemms
-    dims, blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
-    at_once = (
-        weight_dtype is not None
-        and grouped.has_grouped_gemm(grad.qdata, dims, weight_dtype, emulate)
-        and (blocks or pads or not any(count % ALIGNMENT for count in groups.counts))
-    )
-    source = groups.padded(ALIGNMENT).source if at_once and not blocks else None
+    dims, has_blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
+    kernel = source = None
+    if weight_dtype is not None:
+        kernel = grouped.grouped_gemm(grad.qdata, dims, weight_dtype, emulate, has_blocks)
+    if kernel is not None and not has_blocks:
+        is_aligned = not any(count % ALIGNMENT for count in groups.counts)
+        if pads or is_aligned:
+            source = groups.padded(ALIGNMENT).source
+        else:
+            kernel = None
     for_rows, for_weights = _gradient_operands(gemms, source)
     grad_rows = grad_weights = None
     if rows_dtype is not None:
@@ -154,13 +159,13 @@ def _grouped_gradients(gemms: GradientGemms) -> tuple[Tensor | None, Tensor | No
     if weight_dtype is not None:
         is_transposed = is_stored_transposed(weights.qdata)
         left, right = for_weights[:: -1 if is_transposed else 1]
-        if source is not None:
-            scales = left.scales[0], right.scales[0]
-            sums = grouped.grouped_scaled_sums(left.qdata, right.qdata, *scales, groups)
-        elif at_once:
+        if kernel is None:
+            sums = _sums(left, right, groups, weight_dtype, emulate)
+        elif has_blocks:
             sums = _sums_of_blocks(left, right, groups)
         else:
-            sums = _sums(left, right, groups, weight_dtype, emulate)
+            scales = left.scales[0], right.scales[0]
+            sums = grouped.grouped_scaled_sums(left.qdata, right.qdata, *scales, groups, kernel)
         grad_weights = sums.mT if is_transposed else sums
     return grad_rows, grad_weights
 
@@ -207,11 +212,6 @@ def _sums_of_blocks(left: Quantized, right: Quantized, groups: Groups) -> Tensor
 
 
 def _as_bf16(operand: Quantized) -> Tensor:
-    warn_once(
-        "grouped GEMM of blocks",
-        "scales of blocks have no grouped GEMM in float8, so experts are multiplied in bf16; "
-        "'rowwise_folded' and 'tensorwise' are in float8",
-    )
     return operand.scheme.dequantize_to(operand, torch.bfloat16)
 
 

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from captures import captured, multiply
+from captures import captured, multiply, number
 from nets import Distributed, full
 from rank_tests import on_ranks
 from ranks import device_mesh
@@ -20,6 +21,8 @@ from fp8_dist import (
     invalidate_float8_scales,
     update_float8_scales,
 )
+from fp8_dist import device as devices
+from fp8_dist.device import current_capture
 
 NAMES = ["tensorwise", "rowwise_folded", "blockwise", "mxfp8", "mxfp8 mxfp4"]
 Capture = Callable[[], AbstractContextManager[Any]]
@@ -171,3 +174,31 @@ def test_weights_that_were_gathered_before_a_replay_are_gathered_again() -> list
         if not torch.equal(*outputs):
             wrong.append(name)
     return wrong
+
+
+def test_a_capture_may_end_in_two_halves() -> None:
+    """As in torch 2.14, whose capture_end calls two methods that other code may call, too."""
+    ended = []
+
+    class Graph:
+        capture_begin = replay = lambda self: None
+
+        def capture_end_pre(self) -> None:
+            ended.append("pre")
+
+        def capture_end(self) -> None:
+            self.capture_end_pre()
+            ended.append("post")
+
+    with patch.object(devices, "END_OF_CAPTURE", "capture_end_pre"):
+        number(Graph)
+    answers = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
+    with patch.multiple(torch.cuda, **answers):
+        for end in ("capture_end_pre", "capture_end"):
+            graph: Any = Graph()
+            graph.capture_begin()
+            assert current_capture() == current_capture()
+            getattr(graph, end)()
+            # What is captured now belongs to no graph that is known.
+            assert current_capture() != current_capture()
+    assert ended == ["pre", "pre", "post"]

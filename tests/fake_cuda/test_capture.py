@@ -1,6 +1,7 @@
 """What a CUDA graph would hold: what its own capture computed, and nothing else."""
 
 import dataclasses
+import re
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from fp8_dist import (
     Float8LinearConfig,
     convert_to_float8_training,
+    invalidate_float8_scales,
     precompute_float8_dynamic_scale,
     sync_float8_amax_and_scale_history,
     update_float8_scales,
@@ -31,6 +33,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.device import current_capture
 from fp8_dist.fsdp import clip_grad_norm_
+from fp8_dist.kernels.cuda.triton import amaxes, blocks, casts, e2m1, encoding, folded, launch
 from fp8_dist.text import aligned
 
 SHAPE = LayerShape(256, 512, 1024)
@@ -79,6 +82,45 @@ def launches(name: str) -> list[int]:
                 layer.run()
             counts.append(counter.counts.launches)
     return counts
+
+
+def forget_kernels() -> None:
+    """Let each Triton kernel be loaded again, as in a new process."""
+    for module in (amaxes, blocks, casts, e2m1, encoding, folded):
+        for each in vars(module).values():
+            if isinstance(each, launch.Kernel):
+                each._compiled.clear()
+
+
+def captured_without_update(recipe: str) -> list[str]:
+    """What captures of a step without an update raise, after a step with one, and after another."""
+    forget_kernels()
+    texts = []
+    with fake_tensors():
+        model = sharded(recipe, meshes(dp=8)["dp"], [DIM] * (LAYERS + 1))
+        x = torch.empty(32, DIM, device="cuda", dtype=torch.bfloat16)
+        update_float8_scales(model)
+        model(x).sum().backward()
+        for _ in range(2):
+            try:
+                with capturing():
+                    model(x).sum().backward()
+            except ValueError as error:
+                texts.append(str(error))
+                for module in (*model, model):
+                    module.reshard()
+                invalidate_float8_scales(model)
+                model(x).sum().backward()  # as the capture, which takes nothing for known
+    return texts
+
+
+def test_a_capture_loads_no_kernel(fake_cuda: FakeCudaProcess) -> None:
+    (text,) = fake_cuda.run(captured_without_update, "tensorwise")
+    assert re.fullmatch(
+        r"a CUDA graph is being captured, and the kernel _\w+ has not run yet with such arguments; "
+        r"CUDA can't load a kernel in a capture\. Run exactly this step once before it, .*",
+        text,
+    )
 
 
 def sharded(recipe: str, mesh: DeviceMesh, sizes: list[int], offload: bool = False) -> Any:

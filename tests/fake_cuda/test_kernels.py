@@ -70,14 +70,16 @@ def test_any_number_of_tokens_costs_the_same(compiled: bool, fake_cuda: FakeCuda
 
 def test_a_step_of_one_layer(fake_cuda: FakeCudaProcess) -> None:
     assert EAGER.keys() == {BF16, *OURS}
-    for device, table in (("hopper", EAGER), ("blackwell", BLACKWELL)):
+    for device, table in (((9, 0), EAGER), ((10, 0), BLACKWELL)):
         for name, expected in table.items():
             check(fake_cuda.run(count_layer, name, SHAPE, device), *expected)
 
 
-@pytest.mark.parametrize(("name", "device"), [("blockwise", "hopper"), ("mxfp8", "blackwell")])
-def test_a_step_with_a_weight_in_mxfp4(name: str, device: str, fake_cuda: FakeCudaProcess) -> None:
-    expected = (EAGER if device == "hopper" else BLACKWELL)[name]
+@pytest.mark.parametrize(("name", "device"), [("blockwise", (9, 0)), ("mxfp8", (10, 0))])
+def test_a_step_with_a_weight_in_mxfp4(
+    name: str, device: tuple[int, int], fake_cuda: FakeCudaProcess
+) -> None:
+    expected = (EAGER if device == (9, 0) else BLACKWELL)[name]
     counts = fake_cuda.run(count_layer, f"{name}+mxfp4", SHAPE, device)
     check(counts, *expected)
 
@@ -106,7 +108,7 @@ FROZEN = {
 def test_a_step_of_one_frozen_layer(fake_cuda: FakeCudaProcess) -> None:
     found = {}
     for name in FROZEN:
-        device = "blackwell" if name == "mxfp8" else "hopper"
+        device = (10, 0) if name == "mxfp8" else (9, 0)
         each = [fake_cuda.run(count_frozen_layer, name, SHAPE, st, device) for st in (False, True)]
         assert [len(counts.by_kind("gemm")) for counts in each] == [2, 2]
         assert all(counts.syncs == counts.problems == [] for counts in each)

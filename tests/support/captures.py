@@ -13,6 +13,13 @@ from fp8_dist.torch_internals import unnoticed_writes
 from fp8_dist.weight.known import KnownWeight
 
 
+def number(graph: Any) -> None:
+    """Let a class of graphs number its captures, as the library lets torch's."""
+    begin, end, replay = device.with_numbers(graph)
+    graph.capture_begin, graph.replay = begin, replay
+    setattr(graph, device.END_OF_CAPTURE, end)
+
+
 @contextmanager
 def captured() -> Iterator[Any]:
     """Let the library believe that a CUDA graph is captured, and yield the graph.
@@ -23,11 +30,14 @@ def captured() -> Iterator[Any]:
     class Graph:
         """A graph that does nothing but what the library adds to torch's."""
 
-        capture_begin = capture_end = replay = lambda self: None
+        capture_begin = capture_end_pre = replay = lambda self: None
+
+        def capture_end(self) -> None:
+            self.capture_end_pre()
 
     answers = {"is_initialized": lambda: True, "is_current_stream_capturing": lambda: True}
     with patch.multiple(torch.cuda, CUDAGraph=Graph, **answers):
-        Graph.capture_begin, Graph.capture_end, Graph.replay = device.with_numbers(Graph)
+        number(Graph)
         graph = Graph()
         graph.capture_begin()
         try:

@@ -15,8 +15,8 @@ from torch import nn
 
 import fp8_dist
 from fp8_dist import Float8LinearConfig, doctor, env
-from fp8_dist.device import device_has_float8_gemm, device_kind
 from fp8_dist.doctor import machine
+from fp8_dist.gemm_table import TABLE, has_gemm
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]
@@ -83,6 +83,7 @@ def report_of(capsys: pytest.CaptureFixture[str], function: str, *arguments: str
 
 A100 = SimpleNamespace(name="A100", major=8, minor=0)
 L40 = SimpleNamespace(name="L40", major=8, minor=9)
+B200 = SimpleNamespace(name="B200", major=10, minor=0)
 H100 = SimpleNamespace(name="H100", major=9, minor=0)
 
 
@@ -99,11 +100,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    device_has_float8_gemm.cache_clear()
-    device_kind.cache_clear()
+    has_gemm.cache_clear()
     yield devices
-    device_has_float8_gemm.cache_clear()
-    device_kind.cache_clear()
+    has_gemm.cache_clear()
 
 
 @pytest.mark.usefixtures("gpus")
@@ -111,15 +110,37 @@ def test_gpus_multiply_natively_or_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    device_kind.cache_clear()
+    has_gemm.cache_clear()
     text = report(capsys)
     assert "cpu: emulated in a wider type, as on every CPU\n" in text
     assert "cuda:0: A100, compute capability 8.0: emulated in a wider type (native from" in text
     native = "cuda:1: H100, compute capability 9.0: native; of the recipes with scales of blocks: "
-    assert f"{native}none\n" in text  # GEMMs of blocks need a build for CUDA 12.9
-    device_kind.cache_clear()
+    assert f"{native}none; experts: in float8\n" in text  # GEMMs of blocks need CUDA 12.9
+    has_gemm.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    assert f"{native}blockwise\n" in report(capsys)
+    assert f"{native}blockwise; experts: in float8\n" in report(capsys)
+
+
+def test_every_gemm_of_a_gpu_is_listed(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: list[SimpleNamespace],
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    gpus[:] = L40, B200
+    has_gemm.cache_clear()
+    text = report(capsys)
+    assert (
+        "L40, compute capability 8.9: native; of the recipes with scales of blocks: none; " in text
+    )
+    assert "blocks: none; experts: one after the other\n" in text
+    assert "blocks: mxfp8; experts: in bf16\n" in text
+    _, _, table = text.partition("\nGEMMs that torch has, by compute capability or AMD's name\n")
+    table, _, _ = table.partition("\n\n")
+    rows = [row for row in table.splitlines() if row.startswith("    ")]
+    assert len(rows) == len(TABLE)
+    assert "    10.*: not yet (not up to torch 2.14.1; pytorch#187095, pytorch#188063)" in rows
+    assert "    12.*: from torch 2.14 on, CUDA 13.0 (cuBLASLt; pytorch#198126)" in rows
 
 
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,8 +223,7 @@ def test_verdicts_on_machines(
     step = "Next: --model package.module:function says what it would gain on an H100."
 
     def on(*devices: SimpleNamespace) -> str:
-        device_has_float8_gemm.cache_clear()
-        device_kind.cache_clear()
+        has_gemm.cache_clear()
         gpus[:] = devices
         machine, model = verdicts(capsys)
         assert model == f"none is given. {step}"

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.nn.functional import scaled_mm as scaled_mm_of_torch
 
-from fp8_dist.device import BLOCK_RECIPES, device_has_float8_gemm, device_kind
+from fp8_dist.gemm_table import BLOCK_RECIPES, block_of_gemm, has_gemm
 from fp8_dist.kernels.gemm import block_scaled_mm, in_tiles, row_major, trimmed_to_same_depth
 from fp8_dist.kernels.quantization import ALIGNMENT, padded, rounded_up
 from fp8_dist.text import warn_once
-
-_BLOCK = {"hopper": 128, "blackwell": 32}
 
 
 def _block_scaled_mm(
@@ -34,7 +32,7 @@ def _block_scaled_mm(
 ) -> Tensor:
     """Run the device's GEMM with block scales, or portable code if it can't take the operands."""
     obstacle = None if emulate else _obstacle(a, b, scales_a, blocks_a, blocks_b, out_dtype)
-    if obstacle is not None and device_has_float8_gemm(a.device):
+    if obstacle is not None and has_gemm("scaled", a.device):
         warn_once(
             f"GEMM of blocks {obstacle}",
             f"float8 GEMM of {tuple(a.shape)} by {tuple(b.shape)} with one scale per block of "
@@ -48,7 +46,7 @@ def _block_scaled_mm(
     a, b = trimmed_to_same_depth(a, b)
     a = _with_whole_rows(row_major(_in_whole_blocks(a, blocks_a)))
     b = row_major(_in_whole_blocks(b, blocks_b).t()).t()
-    scaling = _hopper_scaling if device_kind(a.device) == "hopper" else _blackwell_scaling
+    scaling = _hopper_scaling if block_of_gemm(a.device) == 128 else _blackwell_scaling
     product = scaled_mm_of_torch(
         a, b, *scaling(scales_a, scales_b, blocks_b), output_dtype=out_dtype
     )
@@ -67,18 +65,17 @@ def _obstacle(
     out_dtype: torch.dtype,
 ) -> str | None:
     """Return the reason why the device does not multiply operands in float8; None if it does."""
-    kind = device_kind(a.device)
-    if kind is None:
+    block = block_of_gemm(a.device)
+    if block is None:
         return "this device, or this build of torch, has no such GEMM; use rowwise_folded"
-    block = _BLOCK[kind]
     if max(blocks_a[:2]) != block:
-        return f"this device multiplies blocks of {block} values; use {BLOCK_RECIPES[kind]}"
+        return f"this device multiplies blocks of {block} values; use {BLOCK_RECIPES[block]}"
     if b.shape[1] % ALIGNMENT:
         return f"the layer's features must be multiples of {ALIGNMENT}"
     rows, columns, _, first = blocks_a
     others_rows, others_columns, others_first, _ = blocks_b
     fits = (
-        (kind == "hopper" or scales_a.dtype is torch.uint8)
+        (block == 128 or scales_a.dtype is torch.uint8)
         and a.dtype is b.dtype is torch.float8_e4m3fn
         and out_dtype in (torch.bfloat16, torch.float32)
         and (rows, columns, others_rows) == (1, block, block)

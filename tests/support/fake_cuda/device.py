@@ -7,15 +7,15 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from captures import number
 from torch._dynamo.device_interface import CudaInterface
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fake_cuda import streams
 from fake_cuda.triton_kernels import intercept_launches
-from fp8_dist import torch_internals
-from fp8_dist.device import with_numbers
-from fp8_dist.kernels.cuda import gemm
+from fp8_dist import gemm_table, torch_internals
+from fp8_dist.kernels.cuda.triton.launch import float8_constants
 from fp8_dist.scaling import dense
 from scripts.plan.world import HostValues
 
@@ -55,13 +55,15 @@ def pretend() -> None:
         "device": _Device,
         "device_count": lambda: 1,
         "empty_cache": lambda: None,
-        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_capability": lambda device=None: (_PROPERTIES.major, _PROPERTIES.minor),
         "get_device_name": lambda device=None: _PROPERTIES.name,
         "get_device_properties": lambda device=None: _PROPERTIES,
         "get_rng_state": lambda device=None: torch.empty(0, dtype=torch.uint8),
         "is_available": lambda: True,
         "is_current_stream_capturing": streams.is_current_stream_capturing,
         "is_initialized": lambda: True,
+        "mem_get_info": lambda device=None: (_PROPERTIES.total_memory, _PROPERTIES.total_memory),
+        "memory_reserved": lambda device=None: 0,
         "manual_seed_all": lambda seed: None,
         "set_device": lambda device: None,
         "set_rng_state": lambda state, device=None: None,
@@ -80,11 +82,11 @@ def pretend() -> None:
                 CudaInterface, name, answer if isinstance(answer, type) else staticmethod(answer)
             )
     graph: Any = streams.Graph
-    graph.capture_begin, graph.capture_end, graph.replay = with_numbers(graph)
+    number(graph)
     torch.cuda.CUDAGraph = graph  # type: ignore[misc]
     torch._C._host_emptyCache = lambda: None  # type: ignore[attr-defined]
     dense.stores_transposed = lambda device: True  # (Otherwise this depends on Triton's ptxas.)
-    gemm.device_kind = lambda device: "hopper"  # (A CPU build has no CUDA version.)
+    gemm_table.cuda_release = lambda: (13, 0)
     # (A separate function, because dynamo has both in a table.)
     torch.accelerator.current_stream = lambda device=None: streams.current_stream()
     for name in _WITH_KERNELS:
@@ -93,6 +95,21 @@ def pretend() -> None:
     # This would create a real tensor on the device.
     fake_tensor.init_gpu_context = lambda device: None
     intercept_launches()
+
+
+@contextmanager
+def capability(major: int, minor: int) -> Iterator[None]:
+    """Let the device have another compute capability."""
+    with patch.multiple(_PROPERTIES, major=major, minor=minor):
+        _forget()
+        yield
+    _forget()
+
+
+def _forget() -> None:
+    """Drop what the library has found out about the device."""
+    gemm_table.has_gemm.cache_clear()
+    float8_constants.cache_clear()
 
 
 def _never_called(*args: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fake_cuda.counter import Counts, KernelCounter
-from fake_cuda.device import fake_tensors
+from fake_cuda.device import capability, fake_tensors
 from fp8_dist.kernels.grouped import Groups
 from fp8_dist.moe import Float8ExpertsConfig, convert_experts_to_float8_training, dispatch
 from fp8_dist.moe.functions import cast_weight, grouped_product
@@ -29,16 +29,21 @@ def count_experts(
     name: str,
     shape: ExpertsShape,
     dtype: torch.dtype = torch.bfloat16,
+    device: tuple[int, int] = (9, 0),
 ) -> Counts:
     """Count forward and backward of experts, in a recipe or in bf16, after a change of the weight.
 
-    ``dtype``: the dtype of the weight. The sizes of groups are known on the host.
+    The sizes of groups are known on the host.
+
+    Args:
+        dtype: the dtype of the weight.
+        device: the compute capability.
     """
     experts, rows, k, n = shape
     counts = [rows] * experts
     counts[0], counts[1] = rows + 1, rows - 1
     on_host = torch.tensor(counts)
-    with fake_tensors():
+    with capability(*device), fake_tensors():
         sizes = torch.full((experts,), rows, device="cuda")
         groups = Groups.of(sizes, on_host, sum(counts))
         x = torch.empty(sum(counts), k, device="cuda", dtype=torch.bfloat16, requires_grad=True)

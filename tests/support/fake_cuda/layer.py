@@ -1,17 +1,15 @@
 """One linear layer, to be run in the process of a fake CUDA device."""
 
 from typing import NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from fake_cuda.counter import Counts, KernelCounter
-from fake_cuda.device import FakeCudaMode, fake_tensors
+from fake_cuda.device import FakeCudaMode, capability, fake_tensors
 from fake_cuda.inductor import compiled_code_is_counted
 from fp8_dist import Float8Linear, freeze_to_float8
 from fp8_dist.kernels.blocks import pack_blocks
-from fp8_dist.kernels.cuda import gemm
 from fp8_dist.kernels.e2m1 import unpack_e2m1
 from scripts.bench.layers import Layer
 from scripts.common.candidates import linear_of
@@ -41,14 +39,14 @@ def layer_on_fake_cuda(name: str, shape: LayerShape, mode: FakeCudaMode) -> Laye
     return Layer(module, x, grad)
 
 
-def count_layer(name: str, shape: LayerShape, gemm_of: str = "hopper") -> Counts:
+def count_layer(name: str, shape: LayerShape, device: tuple[int, int] = (9, 0)) -> Counts:
     """Count forward and backward of a candidate's layer after a change of its weight.
 
-    ``gemm_of``: the device whose GEMMs with block scales are available: "hopper" or "blackwell".
+    ``device``: the compute capability.
     """
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
-    with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):
+    with fake_tensors(mode), capability(*device):
         layer.run()
         layer.change_weight()
         layer.clear()
@@ -87,12 +85,12 @@ def count_packed_weight(shape: LayerShape) -> Counts:
 
 
 def count_frozen_layer(
-    name: str, shape: LayerShape, is_stored: bool, gemm_of: str = "hopper"
+    name: str, shape: LayerShape, is_stored: bool, device: tuple[int, int] = (9, 0)
 ) -> Counts:
     """Count the second step of a layer with a frozen weight, which may be stored in float8."""
     mode = FakeCudaMode()
     layer = layer_on_fake_cuda(name, shape, mode)
-    with fake_tensors(mode), patch.object(gemm, "device_kind", lambda device: gemm_of):
+    with fake_tensors(mode), capability(*device):
         layer.module.requires_grad_(False)
         if is_stored:
             freeze_to_float8(layer.module)

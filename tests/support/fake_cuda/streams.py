@@ -129,6 +129,9 @@ class Graph:
         self.capture = Capture(current_stream())
 
     def capture_end(self) -> None:
+        self.capture_end_pre()
+
+    def capture_end_pre(self) -> None:
         self.capture.end()
 
     def replay(self) -> None:

@@ -25,10 +25,9 @@ SIZES = {
 }
 
 
-def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
+def operands(block: int, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[Any, ...]:
     """Operands of one of the three GEMMs, as a layer passes them."""
     m, k, n, first = sizes
-    block = 128 if kind == "hopper" else 32
     first %= block
     blocks_a = (1, block, 0, first)
     blocks_b = (block, 1 if gemm == "grad_weight" else block, first, 0)
@@ -47,8 +46,8 @@ def operands(kind: str, gemm: str, sizes: tuple[int, int, int, int]) -> tuple[An
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("kind", ["hopper", "blackwell"])
-def test_torch_takes_the_operands(kind: str, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [128, 32])
+def test_torch_takes_the_operands(kind: int, sizes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -56,7 +55,7 @@ def test_torch_takes_the_operands(kind: str, sizes: str, monkeypatch: pytest.Mon
         return scaled_mm(*args, **kwargs)
 
     monkeypatch.setattr(block_gemm, "scaled_mm_of_torch", counted)
-    monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
+    monkeypatch.setattr(block_gemm, "block_of_gemm", lambda device: kind)
     m, _, n, _ = SIZES[sizes]
     for gemm, dtype in product(
         ("output", "grad_input", "grad_weight"), (torch.bfloat16, torch.float32)
@@ -78,9 +77,9 @@ def test_scales_that_hopper_reads() -> None:
             assert same_values(scales[: len(expected)], expected)
 
 
-@pytest.mark.parametrize("kind", ["hopper", "blackwell"])
-def test_what_the_devices_do_not_multiply(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_gemm, "device_kind", lambda device: kind)
+@pytest.mark.parametrize("kind", [128, 32])
+def test_what_the_devices_do_not_multiply(kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_gemm, "block_of_gemm", lambda device: kind)
     a, b, exponents, _, blocks_a, blocks_b = operands(kind, "output", (64, 320, 64, 0))
     for left, right, blocks, dtype in (
         (a, b[:, :9], blocks_a, torch.bfloat16),
@@ -100,17 +99,17 @@ def zeros(like: torch.Tensor) -> torch.Tensor:
 def test_a_gemm_in_high_precision_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warn once for each reason."""
     monkeypatch.setattr(text, "_warned", set())
-    monkeypatch.setattr(block_gemm, "device_has_float8_gemm", lambda device: True)
+    monkeypatch.setattr(block_gemm, "has_gemm", lambda *_: True)
     multiply = block_gemm.block_scaled_mm.implementations["cuda"]
     told = []
     for kind, of, columns in (
-        (None, "hopper", 64),
-        ("hopper", "blackwell", 64),
-        ("blackwell", "hopper", 64),
-        ("hopper", "hopper", 63),
-        ("hopper", "hopper", 61),
+        (None, 128, 64),
+        (128, 32, 64),
+        (32, 128, 64),
+        (128, 128, 63),
+        (128, 128, 61),
     ):
-        monkeypatch.setattr(block_gemm, "device_kind", lambda device, kind=kind: kind)
+        monkeypatch.setattr(block_gemm, "block_of_gemm", lambda device, kind=kind: kind)
         given = tree_map_only(torch.Tensor, zeros, operands(of, "output", (63, 256, columns, 0)))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -9,7 +9,8 @@ import triton.language as tl
 from reference import same_values
 from rounding_kernels import BLOCK, DEVICE, decoded, encoded
 
-from fp8_dist.device import FLOAT8_DTYPES, device_has_float8_gemm
+from fp8_dist.device import FLOAT8_DTYPES
+from fp8_dist.gemm_table import has_gemm
 from fp8_dist.kernels.cuda.triton.launch import BIAS
 from fp8_dist.kernels.cuda.triton.rounding import multiplier_of, reciprocal
 from fp8_dist.kernels.scale import scaling_from_amax
@@ -68,7 +69,7 @@ def test_soft_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_the_instruction_rounds_as_the_soft_code(dtype: torch.dtype) -> None:
-    assert device_has_float8_gemm(DEVICE)
+    assert has_gemm("scaled", DEVICE)
     x = torch.cat([around_every_rounding(dtype), patterns()])
     soft, hard = (encoded(x, dtype, soft=soft).cpu() for soft in (True, False))
     nan = soft.view(dtype).float().isnan()

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8_dist.device import rounds_to
+from fp8_dist.device import current_capture, rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, rounded_up
@@ -95,6 +95,9 @@ class Kernel:
             args: arguments of the kernel: tensors, integers, None, and tuples of these. The first
                 one is a tensor, or begins with one.
             constants: its ``tl.constexpr`` arguments; they may replace block sizes.
+
+        Raises:
+            ValueError: a capture of a CUDA graph would load the kernel.
         """
         leaves: list[Any] = [
             leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))
@@ -104,16 +107,29 @@ class Kernel:
             with torch.cuda.device(device):
                 return self(grid, *args, **constants)
         kind = device, *map(_specialized, leaves), *constants.values()
-        if (known := self._compiled.get(kind)) is not None:
-            compiled, values = known
-            compiled[(*grid, 1, 1)](*args, *values)
+        if kind not in self._compiled:
+            self._compiled[kind] = self._load(grid, args, constants)
             return None
+        compiled, values = self._compiled[kind]
+        if compiled is None:  # in the interpreter
+            self.kernel[grid](*args, **self.options | constants)
+        else:
+            compiled[(*grid, 1, 1)](*args, *values)
+        return None
+
+    def _load(
+        self, grid: tuple[int, ...], args: tuple[object, ...], constants: dict[str, object]
+    ) -> tuple[Any, list[Any]]:
+        """Launch through Triton, which compiles and loads the kernel; return what it has loaded."""
+        if current_capture():
+            raise ValueError(
+                f"a CUDA graph is being captured, and the kernel {self.kernel.__name__} has not "
+                "run yet with such arguments; CUDA can't load a kernel in a capture. Run exactly "
+                "this step once before it, its update of scales included"
+            )
         chosen = self.options | constants
         compiled = self.kernel[grid](*args, **chosen)
-        if compiled is not None:  # it is None in the interpreter
-            values = [chosen[name] for name in self.kernel.arg_names if name in chosen]
-            self._compiled[kind] = compiled, values
-        return None
+        return compiled, [chosen[name] for name in self.kernel.arg_names if name in chosen]
 
     def tiles(
         self, M: int, K: int = 1, *, steps: int = 1, at_least: Sequence[int] = (1, 1)
