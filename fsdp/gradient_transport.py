@@ -43,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals as internals
 from fp8_dist import transport as wire
+from fp8_dist.device import current_capture
 from fp8_dist.mesh import local_tensor
 from fp8_dist.text import warn_once, without_wrappers
 from fp8_dist.torch_internals import STAND_INS
@@ -184,7 +185,19 @@ class EncodedReduction:
         return encoded, partial(self._drop_unused, new, hook)
 
     def _drop_unused(self, unused: Sequence[int], hook: Hook | None, output: torch.Tensor) -> None:
-        """Run a hook, and let FSDP2 drop the gradients of parameters that no rank has used."""
+        """Run a hook, and let FSDP2 drop the gradients of parameters that no rank has used.
+
+        Raises:
+            ValueError: a CUDA graph is being captured, in which the host can't read the counts.
+        """
+        if current_capture():
+            name_of = dict(zip(self.parts_of, self.encodings, strict=True))
+            names = [name_of[self.parameters[i]] for i in unused]
+            raise ValueError(
+                f"{_CALLER}: {self.module}: this rank has no gradient of {', '.join(names)}, and a "
+                "CUDA graph can't ask the other ranks for theirs while it is captured; use every "
+                "parameter in the step, or capture it without a transport (None)"
+            )
         if hook is not None:
             hook(output)
         counts = output[-len(self.parameters) - 1 :].tolist()
@@ -437,25 +450,34 @@ def _reductions(
 
 
 def _ranks_per_node(mesh: DeviceMesh, is_fake: bool) -> int | None:
-    """The number of ranks that the launcher has started on each node; None if not known.
+    """The number of consecutive ranks that the launcher has started on each node.
 
     Args:
         mesh: a mesh of this rank.
         is_fake: whether there are no other ranks to compare it with.
 
-    Collectives: those of :func:`agreement.first_difference` over the mesh.
+    Returns:
+        None if it is not known, or if the launcher has not placed ranks one after the other.
+
+    Collectives: those of :func:`agreement.first_difference` over the mesh, twice.
 
     Raises:
         ValueError: LOCAL_WORLD_SIZE is no number of ranks. All ranks of the mesh raise it.
     """
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    facts = {"LOCAL_WORLD_SIZE": str(local), "host": "" if local else platform.node()}
     groups = [mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1 and not is_fake]
+    facts = {"LOCAL_WORLD_SIZE": str(local)}
     if agreement.first_difference(facts, groups, mesh.device_type) is not None:
         return None
     if local is not None and not (local.isdecimal() and int(local)):
         raise ValueError(f"{_CALLER}: LOCAL_WORLD_SIZE={local!r} is no number of ranks; unset it")
-    return int(local or dist.get_world_size())
+    per_node = int(local or dist.get_world_size())
+    # Some launchers number ranks in turns over the nodes.
+    told = agreement.gathered_if_different({"host": platform.node()}, groups, mesh.device_type)
+    hosts: dict[int, set[str]] = {}
+    for rank, fact in (told or {}).items():
+        hosts.setdefault(rank // per_node, set()).add(fact["host"])
+    return per_node if all(len(names) == 1 for names in hosts.values()) else None
 
 
 def _hops(

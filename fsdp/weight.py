@@ -18,7 +18,7 @@ owns the weight, which FSDP2 passes to them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from fp8_dist import fsdp_internals
 from fp8_dist import torch_internals as internals
-from fp8_dist.device import current_capture, keep_for
+from fp8_dist.device import current_capture, current_stream, keep_for
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.scale import amax_of_tensors
 from fp8_dist.mesh import Layout, local_tensor
@@ -73,16 +73,21 @@ class Float8AllGatherWeight(KnownWeight):
         name_of_weight: the name of the weight in its module.
         kept_cast: the cast that the last update of scales made, what it depends on, and the
             statistic of its history; see Note [Kept casts].
+        stream: the stream on which the kept cast was made; None on devices without streams.
+        readers: the streams of gathers that read the kept cast, each with the number of the capture
+            that it was in.
     """
 
     name_of_weight: str
     kept_cast: tuple[_ShardCast, tuple[Any, ...], torch.Tensor | None] | None
+    stream: torch.Stream | None
+    readers: set[tuple[torch.cuda.Stream, int]]
     static = ("name_of_weight",)
-    __slots__ = ("kept_cast", "name_of_weight")
+    __slots__ = ("kept_cast", "name_of_weight", "readers", "stream")
 
     def set_up(self, **parts: torch.Tensor) -> None:
         super().set_up(**parts)
-        self.kept_cast = None
+        self.kept_cast, self.stream, self.readers = None, None, set()
 
     def fsdp_pre_all_gather(
         self,
@@ -115,7 +120,7 @@ class Float8AllGatherWeight(KnownWeight):
         if cast is None:
             use = Use((weight,), "weight") if is_observed() else None
             cast = _cast_shard(self.plain, weight, weight.gather_source(cache), use)
-        read: list[torch.Tensor] = [cache.known, *cast.inputs, *cast.metadata[1]]
+        read: list[torch.Tensor] = [cache.known, *cast.metadata[1]]
         if (history := weight.history) is not None:
             history.last, history.restored = cast.amax, False
             read += [] if history.statistic is None else [history.statistic]
@@ -123,6 +128,8 @@ class Float8AllGatherWeight(KnownWeight):
             # The next update or sync may drop tensors while this stream still reads them.
             for tensor in read:
                 keep_for(stream, tensor)
+            if self.kept_cast is not None:
+                self.readers.add((stream, current_capture()))
         return cast.inputs, cast.metadata
 
     def keep_cast(self, weight: Float8Weight, cast: _ShardCast) -> None:
@@ -132,6 +139,7 @@ class Float8AllGatherWeight(KnownWeight):
             statistic = weight.history.statistic
             self.note_writes()
         self.kept_cast = cast, self._state_of_cast(weight), statistic
+        self.stream = current_stream(self.device)
 
     def _current_cast(self, weight: Float8Weight) -> _ShardCast | None:
         """The kept cast, if it is of the current values and scales, and nothing looks at casts."""
@@ -140,9 +148,31 @@ class Float8AllGatherWeight(KnownWeight):
         cast, state, statistic = self.kept_cast
         has_changed = weight.history is not None and weight.history.statistic is not statistic
         if has_changed or self._state_of_cast(weight) != state:
-            self.kept_cast = None
+            for stream, _ in self.readers:
+                self._keep_inputs_for(stream)
+            self.drop_cast()
             return None
         return cast
+
+    def drop_cast(self) -> None:
+        """Drop the kept cast, and free its memory."""
+        self.kept_cast = None
+        self.readers.clear()
+
+    def _keep_inputs_for(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the kept cast until a gather on a stream has read it."""
+        if self.kept_cast is not None:
+            for tensor in self.kept_cast[0].inputs:
+                keep_for(stream, tensor)
+
+    def streams_to_wait_for(self) -> Iterator[torch.cuda.Stream]:
+        """Yield streams that must have read the kept cast before its memory is written again."""
+        capture, is_reused_here = current_capture(), current_stream(self.device) == self.stream
+        for stream, of in self.readers:
+            if is_reused_here and of == capture:
+                yield stream
+            else:  # a capture can't wait for what was queued outside of it, nor the reverse
+                self._keep_inputs_for(stream)
 
     def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
         """Return the facts that a kept cast depends on, to compare."""
@@ -251,14 +281,16 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
 
     A cast together takes known statistics, or those of histories, without asking a source.
     """
+    pairs = [(local_tensor(weight.master()), weight) for weight in weights]
+    ours = [(s, weight) for s, weight in pairs if isinstance(s, Float8AllGatherWeight)]
+    for stream in {stream for shard, _ in ours for stream in shard.streams_to_wait_for()}:
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
     groups: dict[Any, list[tuple[Float8AllGatherWeight, Float8Weight]]] = {}
-    for weight in weights:
-        shard = local_tensor(weight.master())
-        if isinstance(shard, Float8AllGatherWeight):
-            shard.kept_cast = None  # frees its memory before the next casts
-            if _can_keep(shard, weight):
-                kind = _kind_of_cast(weight) or weight
-                groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
+    for shard, weight in ours:
+        shard.drop_cast()  # before the next casts, which take its memory
+        if _can_keep(shard, weight):
+            kind = _kind_of_cast(weight) or weight
+            groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
     for (kind, *_), group in groups.items():
         if isinstance(kind, tuple):
             casts = _cast_together(*kind, group)

@@ -352,14 +352,16 @@ def launched(local: Sequence[str | None], run: Callable[[], object], host: str =
     return sum("one hop" in str(each.message) for each in caught)
 
 
-def hops_of(axes: dict[str, int], local: list[str | None], hosts: int = 1) -> list[int]:
+def hops_of(axes: dict[str, int], local: list[str | None], hosts: str = "a") -> list[int]:
     """The number of all-to-alls in a backward, the elements of those in float8, and the warnings.
 
-    local: LOCAL_WORLD_SIZE of each rank.
+    Args:
+        local: LOCAL_WORLD_SIZE of each rank.
+        hosts: the name of each rank's host, a letter. Ranks beyond take these in turns.
     """
     mesh, rank = device_mesh(**axes), dist.get_rank()
     net = Gated(mesh) if "tp" in axes else fully_shard(nn.Linear(64, 64, bias=False), mesh=mesh)
-    host = f"host {rank % hosts}"
+    host = hosts[rank % len(hosts)]
     warned = launched(local, lambda: set_gradient_transport(net, "float8"), host)
     output = net(torch.randn(4, 64, generator=torch.Generator().manual_seed(rank)))
     with comm_audit(mesh) as audit:
@@ -382,7 +384,10 @@ def test_where_there_are_two_hops(ranks: RankPools) -> None:
         ({"tp": 2, "dp": 2}, ["2"], [1, 20480]),
     ):
         assert ranks(4).run_same(hops_of, axes, local) == expected, (axes, local)
-    assert ranks(4).run_same(hops_of, {"dp": 4}, [None], hosts=2) == [*one, 1]
+    assert ranks(4).run_same(hops_of, {"dp": 4}, [None], hosts="ab") == [*one, 1]
+    # Consecutive ranks share a host; or the launcher places them in turns.
+    assert ranks(4).run_same(hops_of, {"dp": 4}, ["2"], hosts="aabb") == two
+    assert ranks(4).run_same(hops_of, {"dp": 4}, ["2"], hosts="abab") == [*one, 1]
     assert ranks(8).run_same(hops_of, {"dp": 4, "tp": 2}, ["4"]) == [2, 20480 + 10240]
     # The shards of one replica share a node, those of another do not.
     found = ranks(6).run(hops_of, {"replicas": 3, "dp": 2}, ["3"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from captures import captured
 from delayed_steps import DELAYED, GATHERED, amaxes, delayed
 from gradient_wire import nodes_of
 from one_sum import Weights, differing, optimizer_of, sums
@@ -123,6 +124,22 @@ def test_weights_do_not_depend_on_the_number_of_ranks(
         for weights, names in ranks(size).run(trained, transport, **options):
             assert differing(expected, weights) == [], size
             assert names == unused, size
+
+
+def captured_step() -> str:
+    """What a captured step raises in which each rank leaves out the adapter of the other."""
+    net = sharded(device_mesh(dp=2))
+    set_gradient_transport(net, "float8")
+    loss = loss_of(net, dist.get_rank(), 0)
+    with captured():
+        return raised(ValueError, loss.backward)
+
+
+def test_a_capture_cannot_ask_who_used_a_parameter(ranks: RankPools) -> None:
+    for rank, text in enumerate(ranks(2).run(captured_step)):
+        left_out = f"block: this rank has no gradient of block.adapters.{1 - rank}.weight, "
+        assert text.startswith(f"set_gradient_transport: {left_out}"), text
+        assert "capture it without a transport" in text
 
 
 def trained_on_nodes(transport: str) -> tuple[Weights, list[list[str]]]:

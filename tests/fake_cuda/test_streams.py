@@ -52,6 +52,7 @@ class Training:
     transport: bool = False  # gradients in float8, summed from those that are accumulated
     nodes: bool = False  # the ranks are on two nodes
     alone: bool = False  # on one rank
+    moves: bool = False  # each update runs on a stream of its own
     captured: bool = False  # each step begins with the update; all but the first are CUDA graphs
 
 
@@ -97,6 +98,15 @@ def _model(training: Training, mesh: DeviceMesh) -> nn.Sequential:
 
 def hazards_of(training: Training) -> Counter[str]:
     """The hazards in some steps of a training; called in the process with the device."""
+    return followed(training).found
+
+
+def held_by(training: Training) -> Counter[str]:
+    """The bytes of blocks that ``record_stream`` holds back in some steps."""
+    return followed(training).held
+
+
+def followed(training: Training) -> Hazards:
     mesh = meshes(dp=8)["tp" if training.alone else "dp"]
     with fake_tensors():
         model = _model(training, mesh)
@@ -120,7 +130,7 @@ def hazards_of(training: Training) -> Counter[str]:
             if training.captured:
                 graph.replay()
                 _run(model, training)
-    return hazards.found
+    return hazards
 
 
 def _run(model: nn.Sequential, training: Training) -> None:
@@ -148,9 +158,13 @@ def _run(model: nn.Sequential, training: Training) -> None:
 def _update(model: nn.Sequential, training: Training) -> None:
     if training.event:
         model.set_post_optim_event(torch.cuda.Event().record())
-    if training.update:
-        for part in model if training.parts else [model]:
-            update_float8_scales(part)
+    stream = torch.cuda.Stream() if training.moves else torch.cuda.current_stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        if training.update:
+            for part in model if training.parts else [model]:
+                update_float8_scales(part)
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _unshard_aside(model: nn.Sequential) -> None:
@@ -160,8 +174,8 @@ def _unshard_aside(model: nn.Sequential) -> None:
 
 
 def hazards_without(name: str, training: Training) -> Counter[str]:
-    """The hazards where a method, given by its full name, does nothing."""
-    with patch(name, lambda *args, **kwargs: None):
+    """The hazards where a method, given by its full name, does nothing, or yields nothing."""
+    with patch(name, lambda *args, **kwargs: ()):
         return hazards_of(training)
 
 
@@ -174,6 +188,7 @@ OPTIONS = {
     "transport": {"transport": True, "micro_batches": 3, "prefetch": True},
     "transport, nodes": {"transport": True, "nodes": True, "micro_batches": 3, "prefetch": True},
     "transport, alone": {"transport": True, "alone": True, "micro_batches": 3},
+    "moves": {"moves": True, "prefetch": True},
     "aside": {"aside": True, "micro_batches": 1, "explicit": True},
     "aside, invalidate": {"aside": True, "invalidate": True, "explicit": True},
     "aside, event": {"aside": True, "invalidate": True, "event": True},
@@ -188,7 +203,7 @@ OPTIONS = {
 # Every option, and every recipe whose weights are gathered in a different way.
 CASES = {
     "tensorwise": (
-        *("no update", "event, asynchronous", "aside, invalidate", "transport, alone"),
+        *("no update", "event, asynchronous", "aside, invalidate", "transport, alone", "moves"),
         *("captured", "captured, event", "captured, asynchronous", "captured, aside"),
     ),
     "rowwise": ("event, prefetch",),
@@ -259,14 +274,26 @@ def test_what_the_library_must_not_leave_out(
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp4", "delayed"])
 def test_a_gather_under_way_keeps_what_it_reads(recipe: str, fake_cuda: FakeCudaProcess) -> None:
     """(That the optimizer writes to weights meanwhile, which FSDP2 may gather, is the user's.)"""
-    training, name = Training(recipe, pending=True), f"{weight.__name__}.keep_for"
+    wait = f"{weight.__name__}.Float8AllGatherWeight.streams_to_wait_for"
+    training = Training(recipe, pending=True)
     for found, is_left_out in (
         (fake_cuda.run(hazards_of, training), False),
-        (fake_cuda.run(hazards_without, name, training), True),
+        (fake_cuda.run(hazards_without, wait, training), True),
     ):
         reused = [text for text in found if text.startswith("memory of compute is allocated again")]
         assert any("before all_gather_copy_in" in text for text in reused) == is_left_out
         assert is_left_out or not reused, shown(found)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise_folded", "mxfp4"])
+def test_new_casts_take_the_memory_of_old_ones(recipe: str, fake_cuda: FakeCudaProcess) -> None:
+    """``record_stream`` would hold it back while the host is ahead: two casts of each weight."""
+    bytes_of_casts = BLOCKS * 4 * DIM * DIM // 8 // (2 if recipe == "mxfp4" else 1)
+    training = Training(recipe, prefetch=True, micro_batches=1)
+    assert max(fake_cuda.run(held_by, training).values(), default=0) < bytes_of_casts // 4
+    # An update on another stream can't take it.
+    moved = dataclasses.replace(training, moves=True)
+    assert max(fake_cuda.run(held_by, moved).values()) >= bytes_of_casts
 
 
 def test_waits_of_fsdp(fake_cuda: FakeCudaProcess) -> None:

@@ -65,6 +65,9 @@ class Hazards(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
+        # Bytes of blocks, by the functions that made them, that the allocator does not hand out
+        # again at once, because of record_stream.
+        self.held: Counter[str] = Counter()
         self._compute = current_stream()
         self._nccl = Stream(name="NCCL")
         self._memories: dict[int, Memory] = {}
@@ -151,6 +154,8 @@ class Hazards(TorchDispatchMode):
         """Let a new allocation reuse all freed blocks of its pool that are large enough."""
         for key, memory in list(self._shared.items()):
             if memory.is_freed():
+                if memory.recorded - {memory.pool.stream_id}:
+                    self.held[memory.made] += memory.size
                 self._freed[memory.pool.stream_id].append(self._shared.pop(key))
         kept = []
         for old in self._freed[new.pool.stream_id]:
