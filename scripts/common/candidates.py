@@ -29,7 +29,7 @@ except ImportError:
 
 TORCHAO = () if torchao is None else PEERS
 # Rowwise scaling on CPUs needs a kernel that torch has since 2.12.
-if torch.__version__.startswith("2.11.") and not torch.cuda.is_available():
+if torch.__version__.startswith("2.11.") and torch.version.cuda is None:
     TORCHAO = TORCHAO[:1]
 
 

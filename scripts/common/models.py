@@ -7,14 +7,14 @@ shards the other token-wise modules, such as routers, over all axes.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -45,6 +45,9 @@ from scripts.common.recipes import BF16
 
 TP, EP = "tp", "ep"
 GATHERED_PEER = "torchao tensorwise"  # torchao's only recipe whose weights FSDP2 gathers in float8
+
+# Each new mesh of NCCL has communicators of its own, of 0.5 GB and more (nccl#864, nccl#964).
+device_mesh = cache(init_device_mesh)
 
 
 def build(

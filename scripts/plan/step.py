@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist import float8_layers, skip_head
 from fp8_dist.debug import CommRow
@@ -34,7 +34,7 @@ from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.weights import float8_weights
 from scripts.common.llama import LlamaConfig
 from scripts.common.mixture import Router
-from scripts.common.models import after_step, build, experts_of, is_float8
+from scripts.common.models import after_step, build, device_mesh, experts_of, is_float8
 from scripts.common.saved_bytes import bytes_of, saved_bytes
 from scripts.plan import own_model
 from scripts.plan.own_model import OwnModel
@@ -121,7 +121,7 @@ class Step:
 def make_mesh(plan: Plan, device: str = "cpu") -> DeviceMesh:
     """The mesh of a plan over the default group."""
     axes = plan.axes
-    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def run_step(plan: Plan, mesh: DeviceMesh, fake_tensors: bool) -> Step:

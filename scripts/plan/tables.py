@@ -6,6 +6,9 @@ from scripts.common.markdown import table
 from scripts.plan.step import PHASES, Collectives, Plan, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+# NCCL's memory, in bytes: of a communicator (nccl#964), and of the channels to another rank of the
+# node for all-to-alls (nccl#1685; NCCL_MAX_P2P_NCHANNELS limits it).
+COMMUNICATOR, PEER = 700_000_000, 470_000_000
 Runs = Sequence[tuple[Plan, Step]]
 
 
@@ -44,7 +47,16 @@ def memory_table(runs: Runs) -> str:
     kinds = dict.fromkeys(kind for _, step in runs for kind in step.memory)
     lines = [[kind, *(f"{step.memory.get(kind, 0):,}" for _, step in runs)] for kind in kinds]
     lines.append(["all", *(f"{sum(step.memory.values()):,}" for _, step in runs)])
+    lines.append(["besides, about: NCCL", *(f"{_nccl_bytes(*run):,}" for run in runs)])
     return table(["bytes on rank 0", *_variants(runs)], lines, "lr")
+
+
+def _nccl_bytes(plan: Plan, step: Step) -> int:
+    """An estimate of the memory of NCCL, which torch's allocator does not see."""
+    sizes = {r.axis: plan.axes.get(r.axis, plan.ranks) for r in step.collectives}
+    exchanging = {r.axis for r in step.collectives if r.op == "all_to_all"}
+    peers = sum(min(sizes[axis], plan.gpus_per_node or 8) - 1 for axis in exchanging)
+    return COMMUNICATOR * len(sizes) + PEER * peers
 
 
 def summary_table(runs: Runs) -> str:

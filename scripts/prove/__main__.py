@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     add = parser.add_argument
     stages = f"these stages, of {', '.join(STAGES)}"
     add("--only", nargs="+", choices=STAGES, metavar="STAGE", help=stages)
-    add("--seconds", type=positive, default=600, help="for all stages; default: %(default)s")
+    add("--seconds", type=positive, help="for all stages; default: what their cases need")
     out = "folder of results; default: %(default)s"
     add("--out", type=Path, default="runs/prove", help=out)
     add("--show", type=Path, nargs="+", metavar="FILE", help="print the page of these results")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,6 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.collect_env import get_pretty_env_info
 
@@ -26,7 +26,7 @@ from fp8_dist.debug.replay.printing import line_of
 from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench.step_run import parts_of_step
 from scripts.common.candidates import gathers_float8
-from scripts.common.models import build, multiply_in_fp32
+from scripts.common.models import build, device_mesh, multiply_in_fp32
 from scripts.common.options import mesh_text
 from scripts.common.recipes import BF16, OURS, PACKED
 from scripts.common.report import machine
@@ -43,6 +43,9 @@ SIZES = LlamaConfig(256, 1, 8, 8, 512, vocab_size=256, max_seq_len=64)
 EXPERTS = replace(SIZES, mixture=Mixture(8, 2, 256))
 BLOCKS, STEPS = {"cuda": 2, "cpu": 1}, {"cuda": 5, "cpu": 3}  # of models that check operands
 SUMS = {"tensorwise": "float8", "rowwise_folded": "bf16", BF16: "fp32"}  # transports by recipe
+# Seconds of a case of each kind, at most: 1.5 times what tests/support/rehearse_proof.py measures.
+SECONDS = {"cuda": {"sum": 20.0, "compiled": 16.0, "eager": 9.0}}
+SECONDS["cpu"] = {"sum": 20.0, "compiled": 30.0, "eager": 10.0}
 OPTIONS = "--seq-len 32 --steps 2 --lr 1e-2 --warmup 0"
 Axes = dict[str, int]
 
@@ -79,12 +82,24 @@ def meshes(ranks: int) -> dict[str, Axes]:
 
 
 def bits(worker: Worker, place: Place) -> None:
-    """Check operands on each mesh, eager and compiled, and one sum on any number of ranks."""
-    worker.run([*operand_cases(place), *sum_cases(place)])
+    """Check one sum on any number of ranks, and operands on each mesh, compiled and eager."""
+    worker.run(case for cases in cases_of_bits(place).values() for case in cases)
 
 
-def operand_cases(place: Place) -> list[Case]:
-    """Cases for each mesh and recipe, and compiled ones on the last mesh without experts.
+def cases_of_bits(place: Place) -> dict[str, list[Case]]:
+    """The cases by kind. The kinds with the fewest cases come first, in case the time is short."""
+    eager, compiled = operand_cases(place)
+    return {"sum": [*sum_cases(place)], "compiled": compiled, "eager": eager}
+
+
+def seconds_of_bits(place: Place) -> float:
+    """The time for the cases, from the time of one of each kind."""
+    seconds = SECONDS[place.device.type]
+    return sum(seconds[kind] * len(cases) for kind, cases in cases_of_bits(place).items())
+
+
+def operand_cases(place: Place) -> tuple[list[Case], list[Case]]:
+    """Eager cases for each mesh and recipe, and compiled ones on the last mesh without experts.
 
     On CPUs, where they would take minutes, one recipe is compiled, and one mesh gathers four bits.
     """
@@ -101,7 +116,7 @@ def operand_cases(place: Place) -> list[Case]:
             few = chosen if place.device.type == "cuda" else chosen[:1]
             of = [(f"{name}, {r}, compiled", partial(operands, r, axes, True, place)) for r in few]
             compiled = [Case(*each) for each in of]
-    return eager + compiled
+    return eager, compiled
 
 
 def operands(recipe: str, axes: Axes, compiled: bool, place: Place) -> dict[str, Any]:
@@ -119,7 +134,11 @@ def operands(recipe: str, axes: Axes, compiled: bool, place: Place) -> dict[str,
     last = STEPS[place.device.type] - 1
     recorded = {last} if place.device.type == "cpu" else {0, last}
     _, casts, wrong = trained(recipe, axes, False, place, recorded)
-    return {"wrong": wrong, "values": {"casts": casts}}
+    values: dict[str, float] = {"casts": casts}
+    if place.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        values["GB besides torch's"] = (total - free - torch.cuda.memory_reserved()) / 1e9
+    return {"wrong": wrong, "values": values}
 
 
 def trained(
@@ -127,7 +146,7 @@ def trained(
 ) -> tuple[list[str], int, str]:
     """Train; return the ranks' digests, the number of recorded casts, and what is wrong."""
     device = place.device
-    mesh = init_device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
+    mesh = device_mesh(device.type, (*axes.values(),), mesh_dim_names=(*axes,))
     sizes = replace(EXPERTS if "ep" in axes else SIZES, n_layers=BLOCKS[device.type])
     model = build(recipe, sizes, mesh, device, shard=True, compiled=backend)
     if device.type == "cpu":
@@ -155,20 +174,24 @@ def trained(
 
 
 def replayed(folder: Path) -> tuple[int, str]:
-    """Replay what all ranks have recorded: the number of casts, and what is wrong; on rank 0."""
+    """Replay what all ranks have recorded, each rank some of the layers.
+
+    Returns:
+        The number of casts, and what is wrong; the same on all ranks.
+    """
     (mine,) = folder.parent.glob(f"{folder.name}*/rank*.pt")  # others write elsewhere
     files = everyone((mine.name, mine.read_bytes()))
-    if dist.get_rank():
-        return 0, ""
     with tempfile.TemporaryDirectory() as whole:
         for name, content in files:
             Path(whole, name).write_bytes(content)
-        replay = Replay(Path(whole))
-    wrong = [finding for finding in replay.findings if finding.is_wrong]
-    right = sum(n for text, n in replay.checked.items() if text.startswith("casts equal"))
-    unlike = {text: n for text, n in replay.checked.items() if " equal" not in text}
-    if wrong:
-        return right, line_of(wrong[0]).strip()
+        replay = Replay(Path(whole), (dist.get_rank(), dist.get_world_size()))
+    wrong = [line_of(finding).strip() for finding in replay.findings if finding.is_wrong]
+    found = everyone((replay.checked, wrong))
+    checked = sum((counts for counts, _ in found), Counter[str]())
+    right = sum(n for text, n in checked.items() if text.startswith("casts equal"))
+    unlike = {text: n for text, n in checked.items() if " equal" not in text}
+    if first := next((text for _, texts in found for text in texts), ""):
+        return right, first
     return right, "" if right and not unlike else f"{right} casts were compared, {unlike}"
 
 
@@ -194,19 +217,20 @@ def sum_cases(place: Place) -> Iterator[Case]:
     sizes = [n for n in range(1, place.per_node + 1) if place.per_node % n == 0]
     for recipe, transport in SUMS.items() if len(sizes) > 1 else ():
         name = f"one sum on {', '.join(map(str, sizes))} ranks, {recipe}, {transport}"
-        yield Case(name, partial(one_sum, recipe, transport, sizes, place))
+        yield Case(name, partial(one_sum, recipe, transport, sizes, place.per_node, place))
 
 
-def one_sum(recipe: str, transport: str, sizes: list[int], place: Place) -> dict[str, Any]:
+def one_sum(
+    recipe: str, transport: str, sizes: list[int], count: int, place: Place
+) -> dict[str, Any]:
     """Train on the same micro-batches with different numbers of ranks; compare the weights."""
     found = {}
     for size in sizes:
-        count = str(max(sizes))
         words = ["--recipe", recipe, "--gradient-transport", transport, *OPTIONS.split()]
-        words += ["--micro-batches", count, "--batch-size", count]
+        words += ["--micro-batches", str(count), "--batch-size", str(count)]
         args = parse_options(make_parser("scripts.prove", None), words, size)
         shape = (place.ranks // size, size, 1)
-        mesh = init_device_mesh(place.device.type, shape, mesh_dim_names=("others", "dp", "tp"))
+        mesh = device_mesh(place.device.type, shape, mesh_dim_names=("others", "dp", "tp"))
         trainer = Trainer(args, mesh["dp", "tp"], place.device)
         for step in range(1, args.steps + 1):
             trainer.step(step)

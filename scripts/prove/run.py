@@ -16,17 +16,27 @@ SHOWN = 10  # lines of cases without a right result, before the verdict
 
 
 def run(args: argparse.Namespace) -> int:
-    runner = Runner(args.out, args.seconds)
-    on_gpus = runner.has_gpu()
-    import_module("scripts.prove.checks")  # once, for the processes of all stages
+    runner = Runner(args.out)
+    checks = import_module("scripts.prove.checks")  # once, for the processes of all stages
+    try:
+        on_gpus = runner.has_gpu()
+    except RuntimeError as error:
+        if runner.rank == 0:
+            tell_launcher(f"scripts.prove: {error}")
+            print(f"scripts.prove: {error}", flush=True)
+        return runner.agree(1)
     here = {"always", *["GPUs"] * on_gpus, *["one GPU"] * (on_gpus and runner.ranks == 1)}
     usual = (stage.name for stage in STAGES.values() if stage.where in here)
     chosen = [*dict.fromkeys(args.only or usual)]
-    total = sum(STAGES[name].seconds for name in chosen)
-    used = 0.0
+    seconds = {name: STAGES[name].seconds for name in chosen}
+    if "bits" in chosen:
+        seconds["bits"] += checks.seconds_of_bits(runner.place("cuda" if on_gpus else "cpu"))
+    total = sum(seconds.values())
+    allowed, used = args.seconds or total, 0.0
+    runner.wait_for_others(allowed + 600)
     for name in chosen:
-        used += STAGES[name].seconds
-        end = args.seconds * used / total  # what earlier stages leave is for later ones
+        used += seconds[name]
+        end = allowed * used / total  # what earlier stages leave is for later ones
         if runner.rank == 0:
             print(f"{name}: ends {end - runner.seconds():.0f} s from now at the latest", flush=True)
         outcome = runner.run(STAGES[name], end)

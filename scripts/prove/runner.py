@@ -29,7 +29,6 @@ from scripts.prove.stages import Stage
 from scripts.train.train_run import choose_device, process_group
 
 POLL = 0.05  # seconds between two looks at a process
-FOUND = 7  # the status of a process that has found a GPU
 FORK = get_context("fork")  # torch is imported once per rank
 
 
@@ -58,10 +57,9 @@ class Runner:
 
     Args:
         folder: the folder of results, and of a log of each stage.
-        seconds: the time of all stages, after which other ranks are no longer waited for.
     """
 
-    def __init__(self, folder: Path, seconds: float) -> None:
+    def __init__(self, folder: Path) -> None:
         own = os.environ.get
         self.rank, self.ranks = int(own("RANK", "0")), int(own("WORLD_SIZE", "1"))
         self._local = int(own("LOCAL_RANK", "0")), int(own("LOCAL_WORLD_SIZE", "1"))
@@ -74,7 +72,7 @@ class Runner:
         self._attempts = own("TORCHELASTIC_RESTART_COUNT", "0")
         store: dist.Store = dist.HashStore()
         if self.ranks > 1:
-            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds + 600)))[0]
+            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=600)))[0]
         self._store = dist.PrefixStore(self._attempts, store)
         self._stopped = False
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -84,15 +82,43 @@ class Runner:
         self._stopped = True
 
     def has_gpu(self) -> bool:
-        """Whether each rank has a GPU. (A process that looks for one can't fork others.)"""
-        process = FORK.Process(target=lambda: os._exit(FOUND * (self._device().type == "cuda")))
+        """Whether each rank has a GPU. (A process that looks for one can't fork others.)
+
+        Raises:
+            RuntimeError: a rank has a GPU that does not work. All ranks raise it.
+        """
+        answer = FORK.SimpleQueue()
+        process = FORK.Process(target=self._try_gpu, args=(answer,))
         process.start()
         process.join(60)  # a driver may hang
         process.kill()
-        return all(said["gpu"] for said in self._hear("gpu", {"gpu": process.exitcode == FOUND}))
+        mine = "it does not answer" if answer.empty() else answer.get()
+        found = [said["gpu"] for said in self._hear("gpu", {"gpu": mine})]
+        for rank, error in enumerate(found):
+            if error not in ("cuda", "cpu"):
+                raise RuntimeError(f"no rank can start: the GPU of rank {rank}: {error}")
+        return {*found} == {"cuda"}
+
+    def _try_gpu(self, answer: Any) -> None:
+        """Say the type of this rank's device, or why it can't be used."""
+        try:
+            device = self._device()
+            torch.ones(1, device=device)
+            answer.put(device.type)
+        except BaseException as error:  # drivers, CUDA and torch raise many types
+            answer.put(f"{shown(error)}. Install a newer driver, or a build of torch for this one")
+        os._exit(0)
 
     def _device(self) -> torch.device:
         return choose_device(*self._local)[0]
+
+    def wait_for_others(self, seconds: float) -> None:
+        """Set the time after which ranks that have not spoken are no longer waited for."""
+        self._store.set_timeout(timedelta(seconds=seconds))
+
+    def place(self, device: str) -> Place:
+        """What all stages on a type of device share."""
+        return Place(torch.device(device), self.ranks, self._local[1], 0.0)
 
     def agree(self, status: int) -> int:
         """Return rank 0's status on the first rank of each node, and 0 on the others.
@@ -206,6 +232,7 @@ class Runner:
         self, stage: Stage, key: str, skipped: frozenset[str], begun: Path, seconds: float
     ) -> NoReturn:
         """The process of a stage on this rank."""
+        os.environ |= stage.environment
         os.setsid()  # so that a signal reaches the processes that it starts
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

@@ -8,7 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple, get_args
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd import DeviceType
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
 
 from fp8_dist.fsdp import clip_grad_norm_, set_gradient_transport
@@ -24,7 +23,7 @@ from fp8_dist.recipe_names import ExpertsRecipe
 from scripts.bench.layers import Experts, shape_text
 from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS
-from scripts.common.models import after_step, build
+from scripts.common.models import after_step, build, device_mesh
 from scripts.common.recipes import BF16
 from scripts.prove.checks import everyone
 from scripts.prove.results import Case, Result, Worker
@@ -32,7 +31,6 @@ from scripts.prove.runner import Place
 
 Found = dict[str, Any]  # fields of a result
 Run = Callable[[], object]
-device_mesh = cache(init_device_mesh)  # each new mesh would have communicators of its own
 
 # Models, and tokens of a sequence; the most wanted first.
 ORDER = (("8b", 8192), ("8b", 2048), ("70b", 8192), ("1b", 2048), ("1b", 8192), ("70b", 2048))

@@ -7,9 +7,9 @@ from time import monotonic
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from scripts.common.corpus import Corpus, load_packages
+from scripts.common.models import device_mesh
 from scripts.common.recipes import BF16
 from scripts.prove.checks import everyone
 from scripts.prove.results import Case, Result, Worker, read
@@ -36,7 +36,7 @@ def trainer(recipe: str, words: str, of: dict[str, tuple[int, str]], place: Plac
     words = f"--recipe {recipe} --batch-size {rows} {SIZES[device.type]} {options} {words}"
     parser = make_parser("scripts.train.train", None)
     args = parse_options(parser, [*words.split(), "--out", "runs/prove/none"], place.ranks)
-    mesh = init_device_mesh(device.type, (place.ranks, 1), mesh_dim_names=("dp", "tp"))
+    mesh = device_mesh(device.type, (place.ranks, 1), mesh_dim_names=("dp", "tp"))
     return Trainer(args, mesh, device)
 
 

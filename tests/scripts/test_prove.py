@@ -31,7 +31,8 @@ def proved(folder: Path, *words: str, ranks: int = 2) -> tuple[int, dict[tuple[s
             stderr=subprocess.STDOUT,
         )
     print((folder / "console.txt").read_text())
-    found = page.of_cases(page.latest([folder / "results.jsonl"]))
+    results = folder / "results.jsonl"
+    found = page.of_cases(page.latest([results])) if results.exists() else []
     return done.returncode, {(r.stage, r.name): r for r in found}
 
 
@@ -62,6 +63,29 @@ def test_faults_are_on_the_page_and_cost_nothing_else(tmp_path: Path) -> None:
     text = (tmp_path / "page.md").read_text()
     for line in ("cases are WRONG", "bits: FSDP2 2, blockwise: FAILED: ", "loss: start: FAILED: "):
         assert line in text
+
+
+def test_a_gpu_that_does_not_work_is_one_sentence(tmp_path: Path) -> None:
+    """Such as one with a driver that is too old."""
+    status, found = proved(tmp_path, "old_driver")
+    assert (status, found) == (1, {})
+    console = (tmp_path / "console.txt").read_text()
+    sentence = "scripts.prove: no rank can start: the GPU of rank 1: AssertionError: Torch not "
+    assert console.count(sentence) == 1 + 1  # and in torchrun's report
+    *_, last, line = console.strip().splitlines()
+    assert last.endswith(". Install a newer driver, or a build of torch for this one")
+    assert line.strip("=") == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["console.txt"]
+
+
+def test_cases_share_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each mesh of NCCL would have communicators of its own, which take memory."""
+    monkeypatch.setenv("GROUPS", str(tmp_path / "groups.txt"))
+    status, found = proved(tmp_path, "count_groups", "--only", "bits")
+    assert (status, found["bits", "FSDP2 2, tensorwise"].error) == (0, "")
+    counts = (tmp_path / "groups.txt").read_text().split()
+    assert len(counts) == 4 + 2
+    assert len({*counts}) == 1, counts
 
 
 def test_faults_of_other_stages_are_no_failure(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 
 from scripts.common.candidates import TORCHAO
 from scripts.common.corpus import Corpus, load_packages
-from scripts.prove import speed, training
+from scripts.prove import checks, speed, training
 from scripts.prove.results import Case, Result, append, read
 from scripts.prove.runner import Place
 
@@ -196,6 +196,23 @@ def test_the_most_wanted_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {("8b", 8192): 2, ("8b", 2048): 4, ("1b", 2048): 15, ("1b", 8192): 8}
 
 
+def test_cases_of_bits_on_nodes_of_eight_gpus() -> None:
+    """Sums and compiled cases come first; the time follows from the number of cases."""
+    counts, seconds = {}, {}
+    for ranks in (1, 2, 8, 16):
+        place = Place(torch.device("cuda"), ranks, min(ranks, 8), 0.0)
+        cases = checks.cases_of_bits(place)
+        assert [*cases] == ["sum", "compiled", "eager"]
+        assert len({case.name for of in cases.values() for case in of}) == sum(
+            map(len, cases.values())
+        )
+        counts[ranks] = [len(of) for of in cases.values()]
+        seconds[ranks] = checks.seconds_of_bits(place)
+    assert counts == {1: [0, 7, 7], 2: [3, 7, 20], 8: [3, 7, 34], 16: [3, 7, 27]}
+    assert seconds[8] - seconds[16] == 7 * checks.SECONDS["cuda"]["eager"]
+    assert "one sum on 1, 2, 4, 8 ranks, tensorwise, float8" in [c.name for c in cases["sum"]]
+
+
 def test_exposed_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.covered([]) == 0
     assert speed.covered([(4, 5), (0, 3), (1, 2), (2, 4)]) == 5
@@ -252,7 +269,7 @@ def test_a_rehearsal(tmp_path: Path) -> None:
     results = run(REHEARSAL, tmp_path, PLANTED, *stages)
     names = {stage: [result.name for result in results[stage]] for stage in stages}
     assert errors(results["facts"]) == errors(results["bytes"]) == errors(results["bits"]) == {}
-    assert names["bits"][:2] == [f"FSDP2 1, tensorwise{end}" for end in ("", ", compiled")]
+    assert names["bits"][:2] == [f"FSDP2 1, tensorwise{end}" for end in (", compiled", "")]
     assert len(names["bytes"]) == 4
     shape = "debug, 2 blocks, FSDP2 1, 64 tokens"
     compiled = ["bf16", *TORCHAO[:1], "tensorwise", "rowwise_folded"]

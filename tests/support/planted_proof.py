@@ -16,20 +16,20 @@ from recordings import corrupt_gathers
 
 from scripts.plan import step
 from scripts.prove import __main__ as prove
-from scripts.prove import checks, stages
+from scripts.prove import checks, runner, stages
 
 RANK = int(os.environ["RANK"])
 operands = checks.operands
 
 
 def change(recipe: str, action: Any) -> None:
-    """Call a function on rank 1 before a recipe's operands are checked."""
+    """Call a function on rank 1 before a recipe's operands are checked in eager code."""
     before = checks.operands
 
-    def changed(name: str, *args: Any) -> Any:
-        if name == recipe and RANK == 1:
+    def changed(name: str, axes: Any, compiled: bool, place: Any) -> Any:
+        if name == recipe and RANK == 1 and not compiled:
             action()
-        return before(name, *args)
+        return before(name, axes, compiled, place)
 
     checks.operands = changed
 
@@ -90,6 +90,26 @@ def crash() -> None:
 def hang() -> None:
     """Stop rank 1."""
     change("blockwise", lambda: time.sleep(1000))
+
+
+def old_driver() -> None:
+    """Let rank 1 find a GPU that it can't use. (Builds of torch for CPUs can't use any.)"""
+    if RANK == 1:
+        runner.Runner._device = lambda self: checks.torch.device("cuda", 0)
+
+
+def count_groups() -> None:
+    """Append the number of process groups to a file after each training."""
+    before = checks.trained
+
+    def changed(*args: Any) -> Any:
+        found = before(*args)
+        if RANK == 0:
+            with open(os.environ["GROUPS"], "a") as file:
+                print(len(checks.dist.distributed_c10d._world.pg_map), file=file)
+        return found
+
+    checks.trained = changed
 
 
 def no_facts() -> None:

@@ -57,18 +57,21 @@ class Replay:
 
     Args:
         folder: the folder of a recording.
+        part: ``(i, n)``: replay only each n-th layer by name, from the i-th on. So several
+            processes share the work.
 
     Raises:
         OSError: a file can't be read.
         ValueError: the folder holds no recording, or a damaged one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, part: tuple[int, int] = (0, 1)) -> None:
         self.files, self.checked = _load(folder), Counter[str]()
         threads = torch.get_num_threads()
         try:
             # The bits of a GEMM may depend on the number of threads.
             torch.set_num_threads(min(self.files[0]["threads"], os.cpu_count() or 1))
+            _keep_part(self.files, *part)
             findings = self._find([r for file in self.files for r in file.pop("records")])
         except Exception as error:  # tensors that do not fit together may raise anything
             raise ValueError(f"{folder}: the records do not fit together: {error!r}") from error
@@ -192,6 +195,15 @@ def _load(folder: Path) -> list[dict[str, Any]]:
         except Exception as error:  # reading unknown bytes may raise anything
             raise ValueError(f"{path} is of no recording, or damaged: {error!r}") from error
     return files
+
+
+def _keep_part(files: list[dict[str, Any]], first: int, every: int) -> None:
+    """Drop the records and rows of other layers than each ``every``-th one."""
+    names = {record["fqn"] for file in files for record in [*file["records"], *file["rows"]]}
+    chosen = {*sorted(names)[first::every]}
+    for file in files:
+        for kind in ("records", "rows"):
+            file[kind] = [record for record in file[kind] if record["fqn"] in chosen]
 
 
 def _key(record: Record) -> tuple[int, str, str]:

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,25 @@ def test_what_differs_in_a_file_is_named(tmp_path: Path) -> None:
     found = first(lambda cast, gemm: gemm["result"][2, 4].add_(1))
     assert (found[0], found[2]) == ("result", (2, 4))
     assert not first(lambda cast, gemm: gemm["result"].mul_(1 + 1e-5))
+
+
+def test_processes_share_the_work_of_a_replay(tmp_path: Path) -> None:
+    """Each takes some of the layers, with folded scales and statistics; an error is found once."""
+    model = net("rowwise_folded")
+    with record(model, tmp_path, layers="*") as recorder:
+        step(model)
+    path = recorder.write() / "rank00000.pt"
+    file = torch.load(path, weights_only=True)
+    wrong = next(r for r in file["records"] if "result" in r and r["fqn"] == "layers.1.w1")
+    wrong["result"].add_(1)
+    torch.save(file, path)
+    whole = Replay(path.parent)
+    for count in (2, 3, 40):
+        parts = [Replay(path.parent, (i, count)) for i in range(count)]
+        assert sum((part.checked for part in parts), Counter[str]()) == whole.checked
+        assert sum(len(part.casts) for part in parts) == len(whole.casts)
+        (finding,) = [finding for part in parts for finding in part.findings]
+        assert finding.fqn == whole.findings[0].fqn == "layers.1.w1"
 
 
 def test_rows_that_ranks_share_count_once(tmp_path: Path) -> None:
