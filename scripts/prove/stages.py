@@ -9,8 +9,7 @@ class Stage:
 
     Attributes:
         name: the name in the results.
-        seconds: the time that all cases may take; of "bits", what they need besides
-            `checks.seconds_of_bits`.
+        seconds: the time for all cases; for "bits", besides `checks.seconds_of_bits`.
         run: `MODULE:FUNCTION` of `scripts.prove`, called with a `Worker` and a `Place`.
         patience: the seconds that one case may take.
         alone: whether it runs on rank 0 alone; otherwise in a process group of all ranks.

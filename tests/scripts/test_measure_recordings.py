@@ -1,4 +1,4 @@
-"""Some of the script's recorded cases, for each kind of fault and each mesh."""
+"""Some recorded cases, for each kind of fault and each mesh."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,6 +1,6 @@
 """List the cases of `scripts.prove` on several GPUs, and add up their time from measured parts.
 
-    python tests/support/rehearse_proof.py 2 8 16
+    python -m tests.support.rehearse_proof 2 8 16
 
 For each number of GPUs, on nodes of eight, it prints the cases of "bits" by kind, the seconds of
 one of each kind, and their sum beside the time that the stage has. It needs no GPU. Ranks share the

@@ -1,4 +1,11 @@
-"""The cases of `scripts.measure.recordings`: record, replay and count them."""
+"""Random recordings: a replay finds nothing in clean ones, and finds the planted fault in others.
+
+    python -m tests.support.random_recordings --cases 200
+
+recorded_cases.py defines cases and draws them. A case is drawn again if the library refuses it, or
+if its fault changes nothing. The exit status is 1 if a verdict is wrong. `--case` runs one case, as
+a report prints it.
+"""
 
 import argparse
 import sys
@@ -12,13 +19,13 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-SUPPORT = Path(__file__).resolve().parents[2] / "tests" / "support"
-sys.path.insert(0, str(SUPPORT))
+sys.path.insert(0, str(Path(__file__).parent))
 
-from ranks import RankError, RankPools  # noqa: E402
-from recorded_cases import RecordedCase, drawn, verdict  # noqa: E402
+from ranks import RankError, RankPools
+from recorded_cases import RecordedCase, drawn, verdict
 
-from scripts.common.markdown import table  # noqa: E402
+from scripts.common.markdown import table
+from scripts.common.options import command_parser, positive
 
 
 def judged(case: RecordedCase, pools: RankPools) -> str:
@@ -66,3 +73,16 @@ def run(args: argparse.Namespace) -> int:
             failures += wrong
         print(f"{table(['fault', 'right'], lines)}\n\n{failures} wrong")
         return int(failures > 0)
+
+
+def main() -> int:
+    parser = command_parser("tests.support.random_recordings", __doc__)
+    add = parser.add_argument
+    add("--cases", type=positive, default=20, help="clean, and with a fault; default: %(default)s")
+    add("--seed", type=int, default=0, help="of the drawing; default: %(default)s")
+    add("--case", help="SEED:NUMBER:FAULT, run this case alone, as a report shows it")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
