@@ -151,7 +151,7 @@ def call_at_replays(key: Hashable, function: Callable[[], None]) -> None:
 
 
 # From torch 2.14 on, capture_end consists of two methods, which other code may call by themselves.
-# The first one ends the capture. (torch's hooks would not run then, and hide errors.)
+# The first one ends the capture. (torch's own hooks run in capture_end alone.)
 END_OF_CAPTURE = "capture_end"
 if hasattr(torch.cuda.CUDAGraph, "capture_end_pre"):
     END_OF_CAPTURE = "capture_end_pre"

@@ -18,7 +18,7 @@ owns the weight, which FSDP2 passes to them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,21 +73,23 @@ class Float8AllGatherWeight(KnownWeight):
         name_of_weight: the name of the weight in its module.
         kept_cast: the cast that the last update of scales made, what it depends on, and the
             statistic of its history; see Note [Kept casts].
-        stream: the stream on which the kept cast was made; None on devices without streams.
+        cast_stream: the stream on which it was made; None on devices without streams.
         readers: the streams of gathers that read the kept cast, each with the number of the capture
             that it was in.
     """
 
     name_of_weight: str
     kept_cast: tuple[_ShardCast, tuple[Any, ...], torch.Tensor | None] | None
-    stream: torch.Stream | None
+    cast_stream: torch.Stream | None
     readers: set[tuple[torch.cuda.Stream, int]]
     static = ("name_of_weight",)
-    __slots__ = ("kept_cast", "name_of_weight", "readers", "stream")
+    __slots__ = ("cast_stream", "kept_cast", "name_of_weight", "readers")
 
     def set_up(self, **parts: torch.Tensor) -> None:
         super().set_up(**parts)
-        self.kept_cast, self.stream, self.readers = None, None, set()
+        self.kept_cast = None
+        self.cast_stream = None
+        self.readers = set()
 
     def fsdp_pre_all_gather(
         self,
@@ -139,7 +141,7 @@ class Float8AllGatherWeight(KnownWeight):
             statistic = weight.history.statistic
             self.note_writes()
         self.kept_cast = cast, self._state_of_cast(weight), statistic
-        self.stream = current_stream(self.device)
+        self.cast_stream = current_stream(self.device)
 
     def _current_cast(self, weight: Float8Weight) -> _ShardCast | None:
         """The kept cast, if it is of the current values and scales, and nothing looks at casts."""
@@ -148,31 +150,41 @@ class Float8AllGatherWeight(KnownWeight):
         cast, state, statistic = self.kept_cast
         has_changed = weight.history is not None and weight.history.statistic is not statistic
         if has_changed or self._state_of_cast(weight) != state:
-            for stream, _ in self.readers:
-                self._keep_inputs_for(stream)
-            self.drop_cast()
+            self.drop_cast(set())
             return None
         return cast
 
-    def drop_cast(self) -> None:
-        """Drop the kept cast, and free its memory."""
+    def drop_cast(self, waited: set[torch.cuda.Stream]) -> None:
+        """Drop the kept cast, and free its memory for the next one.
+
+        Args:
+            waited: streams that the current stream waits for already. Others are added.
+        """
+        self._wait_for_readers(waited)
         self.kept_cast = None
         self.readers.clear()
 
-    def _keep_inputs_for(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of the kept cast until a gather on a stream has read it."""
-        if self.kept_cast is not None:
-            for tensor in self.kept_cast[0].inputs:
-                keep_for(stream, tensor)
+    def _wait_for_readers(self, waited: set[torch.cuda.Stream]) -> None:
+        """Let the stream that made the kept cast wait for the gathers that read it.
 
-    def streams_to_wait_for(self) -> Iterator[torch.cuda.Stream]:
-        """Yield streams that must have read the kept cast before its memory is written again."""
-        capture, is_reused_here = current_capture(), current_stream(self.device) == self.stream
-        for stream, of in self.readers:
-            if is_reused_here and of == capture:
-                yield stream
-            else:  # a capture can't wait for what was queued outside of it, nor the reverse
-                self._keep_inputs_for(stream)
+        If it can't, the memory is kept until they have read it.
+        """
+        capture = current_capture()
+        is_reused_here = current_stream(self.device) == self.cast_stream
+        for stream, capture_of_read in self.readers:
+            # A capture can't wait for what was queued outside of it, nor the reverse.
+            if not (is_reused_here and capture_of_read == capture):
+                self._keep_cast_for(stream)
+            elif stream not in waited:
+                torch.cuda.current_stream(self.device).wait_stream(stream)
+                waited.add(stream)
+
+    def _keep_cast_for(self, stream: torch.cuda.Stream) -> None:
+        """Keep the memory of the kept cast until a gather on a stream has read it."""
+        assert self.kept_cast is not None
+        cast, *_ = self.kept_cast
+        for tensor in cast.inputs:
+            keep_for(stream, tensor)
 
     def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
         """Return the facts that a kept cast depends on, to compare."""
@@ -281,16 +293,15 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
 
     A cast together takes known statistics, or those of histories, without asking a source.
     """
-    pairs = [(local_tensor(weight.master()), weight) for weight in weights]
-    ours = [(s, weight) for s, weight in pairs if isinstance(s, Float8AllGatherWeight)]
-    for stream in {stream for shard, _ in ours for stream in shard.streams_to_wait_for()}:
-        torch.cuda.current_stream(stream.device).wait_stream(stream)
     groups: dict[Any, list[tuple[Float8AllGatherWeight, Float8Weight]]] = {}
-    for shard, weight in ours:
-        shard.drop_cast()  # before the next casts, which take its memory
-        if _can_keep(shard, weight):
-            kind = _kind_of_cast(weight) or weight
-            groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
+    waited: set[torch.cuda.Stream] = set()
+    for weight in weights:
+        shard = local_tensor(weight.master())
+        if isinstance(shard, Float8AllGatherWeight):
+            shard.drop_cast(waited)  # before the next casts, which take its memory
+            if _can_keep(shard, weight):
+                kind = _kind_of_cast(weight) or weight
+                groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
     for (kind, *_), group in groups.items():
         if isinstance(kind, tuple):
             casts = _cast_together(*kind, group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fp8_dist.device import is_as_measured
 from fp8_dist.env import SWITCHES, set_switches, strict_alignment
-from fp8_dist.gemm_table import BLOCK_RECIPES, GEMMS, TABLE, block_of_gemm, has_gemm
+from fp8_dist.gemm_table import BLOCK_RECIPES, GEMMS, TABLE, block_of_gemm, has_gemm, release
 from fp8_dist.version import __version__
 
 OLDEST_TORCH = "2.11"
@@ -65,7 +65,7 @@ def outlook() -> str:
 
 
 def _is_old() -> bool:
-    return torch.__version__ < OLDEST_TORCH
+    return release(torch.__version__) < release(OLDEST_TORCH)
 
 
 def _gpus() -> Iterator[str]:
@@ -106,4 +106,5 @@ def _table() -> Iterator[str]:
             if row.gemm == gemm:
                 since = f"from torch {row.torch} on" if row.torch else "not yet"
                 since += f", CUDA {row.cuda}" if row.cuda else ""
+                since += f", not CUDA {row.without}" if row.without else ""
                 yield f"    {row.architectures}: {since} ({row.source})"

@@ -137,7 +137,8 @@ def fusible_scaled_mm(
     _check_scales(a, b, scale_a, scale_b)
     if emulate or not has_gemm("scaled", a.device):
         return None
-    if (scale_a.ndim or scale_b.ndim) and not _has_rowwise_gemm(b, out_dtype):
+    has_rowwise_gemm = _fits_rowwise_gemm(b, out_dtype) and has_gemm("by rows", b.device)
+    if (scale_a.ndim or scale_b.ndim) and not has_rowwise_gemm:
         return None
     (rows, inner), (depth, columns) = a.shape, b.shape
     facts = [size > 0 for size in (rows, inner, columns)]
@@ -178,7 +179,8 @@ def _native(
     run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
     if not (scale_a.ndim or scale_b.ndim):
         return run(scale_a, scale_b, out_dtype=out_dtype)
-    if _has_rowwise_gemm(b, out_dtype):
+    fits = _fits_rowwise_gemm(b, out_dtype)
+    if fits and has_gemm("by rows", b.device):
         # The rowwise kernel takes one scale for each row and one for each column.
         if not use_fast_accum and _has_slow_rowwise_gemm():
             warn_once(
@@ -191,19 +193,25 @@ def _native(
         rows = scale_a.expand(a.shape[0], 1).contiguous().view(-1).unsqueeze(1)
         columns = scale_b.expand(1, b.shape[1]).contiguous().view(-1).unsqueeze(0)
         return run(rows, columns, out_dtype=out_dtype)
+    if fits:
+        warn_once(
+            "no rowwise GEMM",
+            "this device has no GEMM with scales of rows in this build of torch (python -m "
+            "fp8_dist.doctor lists them), so products are scaled in passes of their own; use a "
+            "newer release of torch, built for CUDA 13.0 or later",
+        )
     # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
     product = run(one, one, out_dtype=torch.float32)
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
 
 
-def _has_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:
+def _fits_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:
     """Return whether torch's kernel for scales of rows and columns supports the right operand.
 
     It writes only bf16, and on some devices takes only e4m3.
     """
-    fits = out_dtype is torch.bfloat16 and b.dtype == e4m3()
-    return fits and has_gemm("by rows", b.device)
+    return out_dtype is torch.bfloat16 and b.dtype == e4m3()
 
 
 def row_major(x: Tensor) -> Tensor:

@@ -169,8 +169,9 @@ def _warn_of_bf16(has_blocks: bool) -> None:
         reason = "scales of blocks have no grouped GEMM in float8"
     warn_once(
         f"grouped GEMM in bf16, {has_blocks}",
-        f"{reason} (python -m fp8_dist.doctor lists them), so experts are multiplied in bf16, no "
-        "faster than without float8; what is sent and kept stays in float8",
+        f"{reason} (python -m fp8_dist.doctor lists them), so experts are multiplied in bf16: "
+        "slower than without float8, and each product makes a bf16 copy of its weights; what is "
+        "sent and kept stays in float8",
     )
 
 
@@ -221,7 +222,7 @@ def grouped_scaled_sums(
     """
     experts, ends = len(groups.counts), groups.padded(ALIGNMENT).ends
     if dtype == "bf16":
-        # The scales of a group's rows and columns do not depend on what is summed.
+        # All summands of an element have the same scales.
         sums = F.grouped_mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), offs=ends)
         sums.mul_(scale_a.mT.to(torch.bfloat16)).mul_(scale_b.to(torch.bfloat16))
     else:
@@ -232,6 +233,7 @@ def grouped_scaled_sums(
 
 
 def _values(x: Tensor, scale: Tensor) -> Tensor:
+    """The values of float8 data in bf16."""
     return x.to(torch.bfloat16).mul_(scale.to(torch.bfloat16))
 
 

@@ -105,9 +105,8 @@ def _grouped_mm(gemm: GroupedGemm) -> Tensor:
         wide = _as_bf16(weights)
         return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
     if kernel is not None:
-        data, scale = weights.qdata, weights.scales[0]
-        if transpose:
-            data, scale = data.mT, scale.mT
+        data = weights.qdata.mT if transpose else weights.qdata
+        scale = weights.scales[0].mT if transpose else weights.scales[0]
         operands = rows.qdata, data, rows.scales[0], scale
         return grouped.grouped_scaled_mm(*operands, groups, kernel)
     product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
@@ -142,8 +141,10 @@ def grouped_gradients(
 
 def _grouped_gradients(gemms: GradientGemms) -> tuple[Tensor | None, Tensor | None]:
     grad, _, weights, groups, (rows_dtype, weight_dtype), pads, emulate = gemms
-    dims, has_blocks = weights.qdata.shape[1:], grad.scheme.is_recast_for_rows
-    kernel = source = None
+    dims = weights.qdata.shape[1:]
+    has_blocks = grad.scheme.is_recast_for_rows
+    kernel = None
+    source = None
     if weight_dtype is not None:
         kernel = grouped.grouped_gemm(grad.qdata, dims, weight_dtype, emulate, has_blocks)
     if kernel is not None and not has_blocks:

@@ -53,10 +53,14 @@ def memory_table(runs: Runs) -> str:
 
 def _nccl_bytes(plan: Plan, step: Step) -> int:
     """An estimate of the memory of NCCL, which torch's allocator does not see."""
-    sizes = {r.axis: plan.axes.get(r.axis, plan.ranks) for r in step.collectives}
+    per_node, inner = plan.gpus_per_node or 8, 1
+    in_node = {}  # the ranks of a node that an axis joins
+    for axis, size in reversed(plan.axes.items()):
+        in_node[axis] = min(size, max(per_node // inner, 1))
+        inner *= size
     exchanging = {r.axis for r in step.collectives if r.op == "all_to_all"}
-    peers = sum(min(sizes[axis], plan.gpus_per_node or 8) - 1 for axis in exchanging)
-    return COMMUNICATOR * len(sizes) + PEER * peers
+    peers = sum(in_node.get(axis, min(plan.ranks, per_node)) - 1 for axis in exchanging)
+    return COMMUNICATOR * len({r.axis for r in step.collectives}) + PEER * peers
 
 
 def summary_table(runs: Runs) -> str:

@@ -29,6 +29,7 @@ from scripts.prove.stages import Stage
 from scripts.train.train_run import choose_device, process_group
 
 POLL = 0.05  # seconds between two looks at a process
+NEWER = "Install a newer driver, or a build of torch for this one"
 FORK = get_context("fork")  # torch is imported once per rank
 
 
@@ -92,7 +93,8 @@ class Runner:
         process.start()
         process.join(60)  # a driver may hang
         process.kill()
-        mine = "it does not answer" if answer.empty() else answer.get()
+        silent = f"its process does not answer (exit status {process.exitcode})"
+        mine = silent if answer.empty() else answer.get()
         found = [said["gpu"] for said in self._hear("gpu", {"gpu": mine})]
         for rank, error in enumerate(found):
             if error not in ("cuda", "cpu"):
@@ -106,7 +108,8 @@ class Runner:
             torch.ones(1, device=device)
             answer.put(device.type)
         except BaseException as error:  # drivers, CUDA and torch raise many types
-            answer.put(f"{shown(error)}. Install a newer driver, or a build of torch for this one")
+            is_old = "driver" in str(error) or "not compiled with CUDA" in str(error)
+            answer.put(shown(error) + (f". {NEWER}" if is_old else ""))
         os._exit(0)
 
     def _device(self) -> torch.device:

@@ -274,7 +274,7 @@ def test_what_the_library_must_not_leave_out(
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp4", "delayed"])
 def test_a_gather_under_way_keeps_what_it_reads(recipe: str, fake_cuda: FakeCudaProcess) -> None:
     """(That the optimizer writes to weights meanwhile, which FSDP2 may gather, is the user's.)"""
-    wait = f"{weight.__name__}.Float8AllGatherWeight.streams_to_wait_for"
+    wait = f"{weight.__name__}.Float8AllGatherWeight._wait_for_readers"
     training = Training(recipe, pending=True)
     for found, is_left_out in (
         (fake_cuda.run(hazards_of, training), False),
@@ -291,6 +291,9 @@ def test_new_casts_take_the_memory_of_old_ones(recipe: str, fake_cuda: FakeCudaP
     bytes_of_casts = BLOCKS * 4 * DIM * DIM // 8 // (2 if recipe == "mxfp4" else 1)
     training = Training(recipe, prefetch=True, micro_batches=1)
     assert max(fake_cuda.run(held_by, training).values(), default=0) < bytes_of_casts // 4
+    # Neither does a graph whose gathers cast by themselves, on the streams that read.
+    captured = dataclasses.replace(training, captured=True, update=False)
+    assert max(fake_cuda.run(held_by, captured).values(), default=0) < bytes_of_casts // 4
     # An update on another stream can't take it.
     moved = dataclasses.replace(training, moves=True)
     assert max(fake_cuda.run(held_by, moved).values()) >= bytes_of_casts

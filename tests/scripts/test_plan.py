@@ -20,9 +20,9 @@ from scripts.common.candidates import TORCHAO
 from scripts.common.llama import MODELS, Latent, LlamaConfig
 from scripts.common.mixture import Mixture
 from scripts.plan import __main__ as plan
-from scripts.plan import own_model, pace, run
+from scripts.plan import own_model, pace, run, tables
 from scripts.plan.own_model import OwnModel
-from scripts.plan.step import PEER, Plan, Step, TimedAudit, make_mesh, run_step
+from scripts.plan.step import PEER, Collectives, Plan, Step, TimedAudit, make_mesh, run_step
 from scripts.plan.world import fake_world
 
 WORLD = 4
@@ -275,6 +275,7 @@ def test_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert f"\n1 of {count} steps are planned, about " in said.err
     found = tables_of(said.out)
     assert found.keys() == {"summary", "axes", "collectives", "memory"}
+    assert found["memory"][-1][0] == "besides, about: NCCL"
     summary = {line[0]: line for line in found["summary"]}
     encoded = "tensorwise, float8 gradients"
     assert [*summary] == ["tensorwise", "bf16", *PEERS, encoded]
@@ -325,6 +326,25 @@ def test_hops_take_the_sum_of_their_times() -> None:
     audit.add(replace(row, bytes_within=40, bytes_between=3))
     audit.add(replace(row, bytes_between=20))
     assert (len(audit.rows), round(audit.seconds * 1e12)) == (1, 30_000)
+
+
+def test_the_memory_of_nccl_follows_from_nodes() -> None:
+    """Channels for all-to-alls lead to the ranks of the node that the axis joins."""
+    sizes = {"dp": 16, "tp": 8}
+    for axes, per_node, exchanging, peers in (
+        ({"dp": 16}, None, ["dp"], 7),
+        ({"dp": 16}, 4, ["dp"], 3),
+        ({"dp": 4}, 8, ["dp"], 3),
+        (sizes, 8, ["dp"], 0),  # tensor parallelism fills the node
+        (sizes, 8, ["dp", "tp"], 7),
+        ({"dp": 16, "tp": 2}, 8, ["dp", "tp"], 3 + 1),
+        ({"dp": 16, "tp": 2}, 8, [], 0),
+    ):
+        planned = Plan(SMALL, axes, 1, 16, "tensorwise", gpus_per_node=per_node)
+        rows = [Collectives("forward", "all_gather", axis, "uint8", 1, 1) for axis in axes]
+        rows += [Collectives("backward", "all_to_all", axis, "uint8", 1, 1) for axis in exchanging]
+        expected = tables.COMMUNICATOR * len(axes) + tables.PEER * peers
+        assert tables._nccl_bytes(planned, Step(rows)) == expected, (axes, per_node)
 
 
 def test_models_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,13 +79,14 @@ def test_a_gpu_that_does_not_work_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_cases_share_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each mesh of NCCL would have communicators of its own, which take memory."""
+    """Each mesh of NCCL would have communicators of its own. Sums in switches may differ in them."""
     monkeypatch.setenv("GROUPS", str(tmp_path / "groups.txt"))
     status, found = proved(tmp_path, "count_groups", "--only", "bits")
     assert (status, found["bits", "FSDP2 2, tensorwise"].error) == (0, "")
-    counts = (tmp_path / "groups.txt").read_text().split()
-    assert len(counts) == 4 + 2
-    assert len({*counts}) == 1, counts
+    lines = (tmp_path / "groups.txt").read_text().splitlines()
+    assert len(lines) == 4 + 2
+    (line,) = {*lines}
+    assert line.split()[1] == "0"
 
 
 def test_faults_of_other_stages_are_no_failure(tmp_path: Path) -> None:

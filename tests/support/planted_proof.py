@@ -99,14 +99,15 @@ def old_driver() -> None:
 
 
 def count_groups() -> None:
-    """Append the number of process groups to a file after each training."""
+    """Append the number of process groups, and a switch of NCCL, to a file after each training."""
     before = checks.trained
 
     def changed(*args: Any) -> Any:
         found = before(*args)
         if RANK == 0:
             with open(os.environ["GROUPS"], "a") as file:
-                print(len(checks.dist.distributed_c10d._world.pg_map), file=file)
+                groups = len(checks.dist.distributed_c10d._world.pg_map)
+                print(groups, os.environ.get("NCCL_NVLS_ENABLE"), file=file)
         return found
 
     checks.trained = changed

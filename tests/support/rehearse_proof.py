@@ -2,8 +2,9 @@
 
     python -m tests.support.rehearse_proof 2 8 16
 
-For each number of GPUs, on nodes of eight, it prints the cases of "bits" by kind, the seconds of
-one of each kind, and their sum beside the time that the stage has. It needs no GPU. Ranks share the
+For each number of GPUs, on nodes of eight, it prints the cases of "bits" by kind (the same on each
+kind of GPU), the seconds of one of each kind, and their sum beside the time that the stage has. The
+exit status is 1 if that is less than 1.5 times the sum. It needs no GPU. Ranks share the
 cores of this machine, so each part is measured alone: what a rank does on the host, in a world of
 one; and how long a rank replays its part of what all ranks have recorded. What GPUs, their driver
 and NCCL need besides is not measured; it is in `OTHER`.
@@ -92,21 +93,26 @@ def alone(function: Callable[..., Any], *arguments: Any) -> Any:
     return run_on_ranks(1, function, *arguments)[0]
 
 
-def main() -> None:
-    rows = []
-    for ranks in map(int, sys.argv[1:]):
-        cases = checks.cases_of_bits(place("cuda", ranks))
-        seconds = {"sum": alone(sums, ranks), "compiled": alone(steps, True)}
-        seconds["eager"] = alone(steps, False) + 2 * replays(ranks)
-        total = OTHER + sum(seconds[kind] * len(cases[kind]) for kind in cases)
-        allowed = STAGES["bits"].seconds + checks.seconds_of_bits(place("cuda", ranks))
-        words = [f"{len(cases[kind])} x {seconds[kind]:.1f} s" for kind in cases]
-        rows.append([str(ranks), *words, f"{total:.0f}", f"{MARGIN * total:.0f}", f"{allowed:.0f}"])
-        for kind in cases:
-            print(f"{ranks} GPUs, {kind}:", *(case.name for case in cases[kind]), sep="\n  ")
-    head = ["GPUs", *cases, "seconds in all", f"x {MARGIN}", "the stage has"]
-    print(table(head, rows, "r"))
+def rehearsed(ranks: int) -> tuple[list[str], bool]:
+    """A line of the table for a number of GPUs, and whether the cases fit their time."""
+    cases = checks.cases_of_bits(place("cuda", ranks))
+    seconds = {"sum": alone(sums, ranks), "compiled": alone(steps, True)}
+    seconds["eager"] = alone(steps, False) + 2 * replays(ranks)
+    total = OTHER + sum(seconds[kind] * len(cases[kind]) for kind in cases)
+    allowed = STAGES["bits"].seconds + checks.seconds_of_bits(place("cuda", ranks))
+    words = [f"{len(cases[kind])} x {seconds[kind]:.1f} s" for kind in cases]
+    numbers = [total, MARGIN * total, allowed]
+    for kind in cases:
+        print(f"{ranks} GPUs, {kind}:", *(case.name for case in cases[kind]), sep="\n  ")
+    return [str(ranks), *words, *(f"{number:.0f}" for number in numbers)], numbers[1] <= allowed
+
+
+def main() -> int:
+    head = ["GPUs", "sum", "compiled", "eager", "seconds in all", f"x {MARGIN}", "the stage has"]
+    lines, fit = zip(*(rehearsed(int(ranks)) for ranks in sys.argv[1:]), strict=True)
+    print(table(head, lines, "r"))
+    return int(not all(fit))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

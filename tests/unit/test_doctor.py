@@ -14,9 +14,9 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import fp8_dist
-from fp8_dist import Float8LinearConfig, doctor, env
+from fp8_dist import Float8LinearConfig, doctor, env, gemm_table
 from fp8_dist.doctor import machine
-from fp8_dist.gemm_table import TABLE, has_gemm
+from fp8_dist.gemm_table import TABLE
 from fp8_dist.linear.checks import check_alignment
 
 ROOT = Path(__file__).parents[2]
@@ -100,9 +100,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SimpleNamespace]]:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
     monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
-    has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
     yield devices
-    has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
 
 
 @pytest.mark.usefixtures("gpus")
@@ -110,13 +110,13 @@ def test_gpus_multiply_natively_or_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
     text = report(capsys)
     assert "cpu: emulated in a wider type, as on every CPU\n" in text
     assert "cuda:0: A100, compute capability 8.0: emulated in a wider type (native from" in text
     native = "cuda:1: H100, compute capability 9.0: native; of the recipes with scales of blocks: "
     assert f"{native}none; experts: in float8\n" in text  # GEMMs of blocks need CUDA 12.9
-    has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "12.9")
     assert f"{native}blockwise; experts: in float8\n" in report(capsys)
 
@@ -128,7 +128,7 @@ def test_every_gemm_of_a_gpu_is_listed(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     gpus[:] = L40, B200
-    has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
     text = report(capsys)
     assert (
         "L40, compute capability 8.9: native; of the recipes with scales of blocks: none; " in text
@@ -141,6 +141,7 @@ def test_every_gemm_of_a_gpu_is_listed(
     assert len(rows) == len(TABLE)
     assert "    10.*: not yet (not up to torch 2.14.1; pytorch#187095, pytorch#188063)" in rows
     assert "    12.*: from torch 2.14 on, CUDA 13.0 (cuBLASLt; pytorch#198126)" in rows
+    assert any(row.startswith("    9.*: from torch 2.11 on, not CUDA 12.9 (") for row in rows)
 
 
 def test_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +224,7 @@ def test_verdicts_on_machines(
     step = "Next: --model package.module:function says what it would gain on an H100."
 
     def on(*devices: SimpleNamespace) -> str:
-        has_gemm.cache_clear()
+        gemm_table._has_gemm.cache_clear()
         gpus[:] = devices
         machine, model = verdicts(capsys)
         assert model == f"none is given. {step}"

@@ -108,7 +108,7 @@ def capability(major: int, minor: int) -> Iterator[None]:
 
 def _forget() -> None:
     """Drop what the library has found out about the device."""
-    gemm_table.has_gemm.cache_clear()
+    gemm_table._has_gemm.cache_clear()
     float8_constants.cache_clear()
 
 
