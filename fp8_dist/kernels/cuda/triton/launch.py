@@ -94,7 +94,8 @@ class Kernel:
             grid: the numbers of program instances.
             args: arguments of the kernel: tensors, integers, None, and tuples of these. The first
                 one is a tensor, or begins with one.
-            constants: its ``tl.constexpr`` arguments; they may replace block sizes.
+            constants: its ``tl.constexpr`` arguments; they may replace block sizes, and may have
+                another ``num_warps``.
 
         Raises:
             ValueError: a capture of a CUDA graph would load the kernel.
@@ -163,7 +164,10 @@ def _specialized(argument: Any) -> Hashable:
 def float8_constants(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Return the constants of a kernel that converts to or from ``dtype``."""
     soft = INTERPRETED or not rounds_to(data_dtype(dtype), device)
-    return {"BIAS": BIAS[dtype], "SOFT": soft}
+    # Integer arithmetic takes so many registers that with fewer warps, threads spill them (4,800
+    # bytes for an Ada, with Triton 3.6). The warps of AMD's GPUs are twice as wide.
+    warps = {"num_warps": 8} if soft and not _IS_AMD else {}
+    return {"BIAS": BIAS[dtype], "SOFT": soft, **warps}
 
 
 def programs(size: int, block: int) -> int:
