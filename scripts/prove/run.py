@@ -21,8 +21,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         on_gpus = runner.has_gpu()
     except RuntimeError as error:
-        if runner.rank == 0:
-            tell_launcher(f"scripts.prove: {error}")
+        if runner.rank == 0 and not tell_launcher(f"scripts.prove: {error}"):
             print(f"scripts.prove: {error}", flush=True)
         return runner.agree(1)
     here = {"always", *["GPUs"] * on_gpus, *["one GPU"] * (on_gpus and runner.ranks == 1)}
@@ -31,8 +30,8 @@ def run(args: argparse.Namespace) -> int:
     seconds = {name: STAGES[name].seconds for name in chosen}
     if "bits" in chosen:
         seconds["bits"] += checks.seconds_of_bits(runner.place("cuda" if on_gpus else "cpu"))
-    total = sum(seconds.values())
-    allowed, used = args.seconds or total, 0.0
+    total, used = sum(seconds.values()), 0.0
+    allowed = args.seconds or total
     runner.wait_for_others(allowed + 600)
     for name in chosen:
         used += seconds[name]

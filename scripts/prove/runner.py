@@ -29,7 +29,7 @@ from scripts.prove.stages import Stage
 from scripts.train.train_run import choose_device, process_group
 
 POLL = 0.05  # seconds between two looks at a process
-NEWER = "Install a newer driver, or a build of torch for this one"
+NEWER = ". Install a newer driver, or a build of torch for this one"
 FORK = get_context("fork")  # torch is imported once per rank
 
 
@@ -93,7 +93,7 @@ class Runner:
         process.start()
         process.join(60)  # a driver may hang
         process.kill()
-        silent = f"its process does not answer (exit status {process.exitcode})"
+        silent = f"its process ended with {process.exitcode} (None: not within a minute)"
         mine = silent if answer.empty() else answer.get()
         found = [said["gpu"] for said in self._hear("gpu", {"gpu": mine})]
         for rank, error in enumerate(found):
@@ -108,8 +108,7 @@ class Runner:
             torch.ones(1, device=device)
             answer.put(device.type)
         except BaseException as error:  # drivers, CUDA and torch raise many types
-            is_old = "driver" in str(error) or "not compiled with CUDA" in str(error)
-            answer.put(shown(error) + (f". {NEWER}" if is_old else ""))
+            answer.put(shown(error) + NEWER * ("driver" in str(error)))
         os._exit(0)
 
     def _device(self) -> torch.device:
@@ -120,7 +119,6 @@ class Runner:
         self._store.set_timeout(timedelta(seconds=seconds))
 
     def place(self, device: str) -> Place:
-        """What all stages on a type of device share."""
         return Place(torch.device(device), self.ranks, self._local[1], 0.0)
 
     def agree(self, status: int) -> int:

@@ -26,8 +26,7 @@ class Stage:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-# Sums in switches may have other bits in another communicator (nccl#1497, nccl#2360).
-NO_NVLS = {"NCCL_NVLS_ENABLE": "0"}
+NO_NVLS = {"NCCL_NVLS_ENABLE": "0"}  # sums in switches differ between groups (nccl#1497, #2360)
 
 CHECKS = ("bits", "bytes", "tests")  # their cases decide the exit status
 STAGES = {

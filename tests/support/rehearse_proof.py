@@ -62,7 +62,7 @@ def steps(compiled: bool) -> float:
 def sums(ranks: int) -> float:
     """The seconds of trainings with 1, 2, ... of a node's ranks, at most: as if all were with 1."""
     per_node = min(ranks, PER_NODE)
-    of = "tensorwise", "float8", [1], per_node, place("cpu", 1)
+    of = "tensorwise", "float8", [1], place("cpu", 1)._replace(per_node=per_node)
     sizes = [n for n in range(1, per_node + 1) if per_node % n == 0]
     return len(sizes) * timed(lambda: checks.one_sum(*of))
 
