@@ -2,6 +2,7 @@
 
 import warnings
 from collections import Counter
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -11,8 +12,9 @@ from fake_cuda.experts import ExpertsShape, count_experts
 from fake_cuda.layer import LayerShape, count_layer
 from fake_cuda.process import FakeCudaProcess
 
-from fp8_dist import text
+from fp8_dist import gemm_table, text
 from fp8_dist.gemm_table import TABLE, GemmKind, block_of_gemm, has_gemm
+from fp8_dist.kernels import gemm as gemms
 
 DEVICES = ((8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
 LAYER, EXPERTS = LayerShape(1024, 512, 768), ExpertsShape(4, 512, 512, 768)
@@ -79,6 +81,35 @@ def warned(recipe: str, device: tuple[int, int]) -> list[str]:
         warnings.simplefilter("always")
         count_experts(recipe, EXPERTS, torch.bfloat16, device)
     return [str(each.message) for each in caught]
+
+
+def rowwise_layer(cuda: tuple[int, int]) -> tuple[list[int], list[str]]:
+    """The numbers of scales of the GEMMs of a layer on a Hopper, and what it warns of."""
+    sizes, multiply = [], gemms.native_scaled_mm
+
+    def noted(a: torch.Tensor, b: torch.Tensor, *scales: torch.Tensor, **how: Any) -> torch.Tensor:
+        sizes.append(sum(scale.numel() for scale in scales))
+        return multiply(a, b, *scales, **how)
+
+    with (
+        patch.object(gemm_table, "cuda_release", lambda: cuda),
+        patch.object(gemms, "native_scaled_mm", noted),
+        patch.object(text, "_warned", set()),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        count_layer("rowwise", LAYER, (9, 0))
+    return sizes, [str(each.message) for each in caught]
+
+
+def test_a_gemm_that_refuses_shapes_is_not_called(fake_cuda: FakeCudaProcess) -> None:
+    """cuBLASLt of CUDA 12.9 multiplies with one scale per tensor, and products are scaled then."""
+    sizes, told = fake_cuda.run(rowwise_layer, (13, 0))
+    assert min(sizes) > 1000
+    assert told == []
+    sizes, (warning,) = fake_cuda.run(rowwise_layer, (12, 9))
+    assert {*sizes} == {2}
+    assert "products are scaled in passes of their own" in warning
 
 
 def test_what_is_lost_is_said_once(fake_cuda: FakeCudaProcess) -> None:
