@@ -216,6 +216,21 @@ def test_cases_of_bits_on_nodes_of_eight_gpus() -> None:
     assert "one sum on 1, 2, 4, 8 ranks, tensorwise, float8" in [c.name for c in cases["sum"]]
 
 
+@pytest.mark.full
+def test_the_time_of_bits_is_rehearsed() -> None:
+    """(That it suffices is no test, because other load would slow the parts down.)"""
+    command = [sys.executable, "-m", "tests.support.rehearse_proof", "2"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode in (0, 1), done.stderr
+    place = Place(torch.device("cuda"), 2, 2, 0.0)
+    for kind, cases in checks.cases_of_bits(place).items():
+        names = "".join(f"\n  {case.name}" for case in cases)
+        assert f"2 GPUs, {kind}:{names}\n" in done.stdout
+    *_, line = done.stdout.splitlines()
+    allowed = STAGES["bits"].seconds + checks.seconds_of_bits(place)
+    assert re.fullmatch(rf"\|\s+2 \|(.* s \|){{3}}( +\d+ \|){{2}} +{allowed:.0f} \|", line), line
+
+
 def test_exposed_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     assert speed.covered([]) == 0
     assert speed.covered([(4, 5), (0, 3), (1, 2), (2, 4)]) == 5
