@@ -17,4 +17,11 @@ else
 fi
 export PYTHONPATH="$REPO_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 ranks="${RANKS:-$("$PY" -c 'import torch; print(torch.cuda.device_count() or 4)')}"
-exec "$PY" -m torch.distributed.run --standalone --nproc-per-node "$ranks" -m scripts.prove "$@"
+# torchrun alone would end with a traceback, not with the verdict.
+torchrun='import sys, torch.distributed.run as run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+try: run.main()
+except ChildFailedError as error:
+    told = error.get_first_failure()[1].message
+    sys.exit(told["message"] if isinstance(told, dict) else told)'
+exec "$PY" -c "$torchrun" --standalone --nproc-per-node "$ranks" -m scripts.prove "$@"

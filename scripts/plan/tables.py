@@ -6,8 +6,7 @@ from scripts.common.markdown import table
 from scripts.plan.step import PHASES, Collectives, Plan, Step
 
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
-# NCCL's memory, in bytes: of a communicator (nccl#964), and of the channels to another rank of the
-# node for all-to-alls (nccl#1685; NCCL_MAX_P2P_NCHANNELS limits it).
+# Bytes of a communicator (nccl#964), and of an all-to-all's channels to a rank (nccl#1685).
 COMMUNICATOR, PEER = 700_000_000, 470_000_000
 Runs = Sequence[tuple[Plan, Step]]
 

@@ -93,8 +93,7 @@ class Runner:
         process.start()
         process.join(60)  # a driver may hang
         process.kill()
-        silent = f"its process ended with {process.exitcode} (None: not within a minute)"
-        mine = silent if answer.empty() else answer.get()
+        mine = f"no answer, exit status {process.exitcode}" if answer.empty() else answer.get()
         found = [said["gpu"] for said in self._hear("gpu", {"gpu": mine})]
         for rank, error in enumerate(found):
             if error not in ("cuda", "cpu"):

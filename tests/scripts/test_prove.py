@@ -78,6 +78,22 @@ def test_a_gpu_that_does_not_work_is_one_sentence(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["console.txt"]
 
 
+def test_the_program_ends_with_the_verdict(tmp_path: Path) -> None:
+    """Where torchrun alone would end with a traceback."""
+    command = ["bash", f"{ROOT}/scripts/prove.sh", "--only", "bits", "--seconds", "1"]
+    own = {"PY": sys.executable, "RANKS": "2", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)],
+        env=os.environ | own,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout
+    assert done.stdout.endswith("did not end.\nBytes: not checked.\nSpeed: not measured.\n")
+
+
 def test_cases_share_meshes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each mesh of NCCL would have communicators of its own. Sums in switches may differ in them."""
     monkeypatch.setenv("GROUPS", str(tmp_path / "groups.txt"))
