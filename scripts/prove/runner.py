@@ -121,12 +121,11 @@ class Runner:
         return Place(torch.device(device), self.ranks, self._local[1], 0.0)
 
     def agree(self, status: int) -> int:
-        """Return rank 0's status on the first rank of each node, and 0 on the others.
-
-        A launcher fails if one of its ranks does, and reports each one that does.
-        """
+        """Return rank 0's status on the first rank of each node, and 0 on others."""
         status = self._hear("status", {"status": status})[0]["status"]
         self._hear("end", {})  # the launcher's store may end with rank 0
+        # A launcher also reports ranks that it stops because another one has failed.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return status if self._local[0] == 0 else 0
 
     def seconds(self) -> float:
