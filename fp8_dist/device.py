@@ -77,7 +77,7 @@ def is_as_measured(device: torch.device) -> bool:
 
 def architecture(device: torch.device) -> str:
     """The compute capability of an NVIDIA GPU ("9.0"), AMD's name ("gfx942"); "" for others."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda":
         return ""
     return rocm_arch() or "{}.{}".format(*_nvidia_capability(device))
 

@@ -176,27 +176,19 @@ def _warn_of_bf16(has_blocks: bool) -> None:
 
 
 def grouped_scaled_mm(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    groups: Groups,
-    dtype: Literal["float8", "bf16"],
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups
 ) -> Tensor:
-    """Multiply the rows of each group by its matrix.
+    """Multiply the rows of each group by its matrix; requires a :func:`grouped_gemm` in float8.
 
     Args:
         a: float8 ``[R, K]``.
         b: float8 ``[E, K, N]``. Unless its columns are contiguous, it is copied.
         scale_a: fp32 ``[R, 1]``.
         scale_b: fp32, expandable to ``[E, 1, N]``.
-        dtype: what :func:`grouped_gemm` returns.
 
     Returns:
         bf16 ``[R, N]``.
     """
-    if dtype == "bf16":
-        return F.grouped_mm(_values(a, scale_a), _values(b, scale_b), offs=groups.ends)
     experts, _, columns = b.shape
     column_scales = scale_b.expand(experts, 1, columns).reshape(experts, columns).contiguous()
     return _grouped_mm(a, row_major(b.mT).mT, scale_a.reshape(-1), column_scales, groups.ends)
@@ -230,11 +222,6 @@ def grouped_scaled_sums(
         scales = [scale.expand(experts, 1, len(x)).reshape(-1) for scale, x in operands]
         sums = _grouped_mm(a, b.t(), *scales, ends)
     return without_empty(sums, groups)
-
-
-def _values(x: Tensor, scale: Tensor) -> Tensor:
-    """The values of float8 data in bf16."""
-    return x.to(torch.bfloat16).mul_(scale.to(torch.bfloat16))
 
 
 def without_empty(sums: Tensor, groups: Groups) -> Tensor:

@@ -101,14 +101,13 @@ def _grouped_mm(gemm: GroupedGemm) -> Tensor:
         return F.grouped_mm(rows.qdata, wide, offs=groups.ends).to(out_dtype)
     has_blocks = rows.scheme.is_recast_for_rows
     kernel = grouped.grouped_gemm(rows.qdata, dims, out_dtype, emulate, has_blocks)
-    if kernel is not None and has_blocks:
+    if kernel == "bf16":
         wide = _as_bf16(weights)
         return F.grouped_mm(_as_bf16(rows), wide.mT if transpose else wide, offs=groups.ends)
-    if kernel is not None:
+    if kernel == "float8":
         data = weights.qdata.mT if transpose else weights.qdata
         scale = weights.scales[0].mT if transpose else weights.scales[0]
-        operands = rows.qdata, data, rows.scales[0], scale
-        return grouped.grouped_scaled_mm(*operands, groups, kernel)
+        return grouped.grouped_scaled_mm(rows.qdata, data, rows.scales[0], scale, groups)
     product = rows.qdata.new_empty((len(rows.qdata), n if transpose else k), dtype=out_dtype)
     for group in groups.slices():
         left, right = _part_of_expert(rows, *group), _part_of_expert(weights, *group)

@@ -43,7 +43,7 @@ SIZES = LlamaConfig(256, 1, 8, 8, 512, vocab_size=256, max_seq_len=64)
 EXPERTS = replace(SIZES, mixture=Mixture(8, 2, 256))
 BLOCKS, STEPS = {"cuda": 2, "cpu": 1}, {"cuda": 5, "cpu": 3}  # of models that check operands
 SUMS = {"tensorwise": "float8", "rowwise_folded": "bf16", BF16: "fp32"}  # transports by recipe
-# Seconds of a case of each kind, at most: 1.5 times what tests/support/rehearse_proof.py measures.
+# Seconds of a case of each kind, at most; tests/support/rehearse_proof.py compares them.
 SECONDS = {"sum": 20.0, "compiled": 30.0, "eager": 10.0}
 OPTIONS = "--seq-len 32 --steps 2 --lr 1e-2 --warmup 0"
 Axes = dict[str, int]
