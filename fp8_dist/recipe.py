@@ -1,7 +1,7 @@
 """Recipes: the scaling scheme of each operand in each GEMM, and the source of its statistics."""
 
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 
@@ -17,18 +17,6 @@ GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
-
-
-class OperandCopies(NamedTuple):
-    """The float8 copies of an operand that some of its GEMMs take.
-
-    Attributes:
-        plan: the plan of the distinct copies, in the order of the GEMMs.
-        places: for each GEMM, the index of its copy; ``None`` for high precision.
-    """
-
-    plan: CastPlan
-    places: tuple[int | None, ...]
 
 
 def is_second(operand: Operand, gemm: Gemm) -> bool:
@@ -79,22 +67,18 @@ class Recipe:
         if folds:
             self._check_folding()
         self.gather_scheme = {operand: self._gather_scheme(operand) for operand in uses}
-        self._copies = {
-            (operand, gemms, transposes): self._copies_of(operand, gemms, transposes)
+        self._plans = {
+            (operand, gemms, transposes): self._plan_of(operand, gemms, transposes)
             for operand, by_gemm in uses.items()
             for gemms in (tuple(by_gemm), *[(gemm,) for gemm in by_gemm])
             for transposes in (False, True)
         }
 
-    def copies(
-        self, operand: Operand, gemms: tuple[Gemm, ...], device: torch.device
-    ) -> OperandCopies:
+    def plan(self, operand: Operand, gemms: tuple[Gemm, ...], device: torch.device) -> CastPlan:
         """The float8 copies of ``operand`` for both of its GEMMs, or for one of them."""
-        return self._copies[operand, gemms, not self._emulate and takes_transposed(device)]
+        return self._plans[operand, gemms, not self._emulate and takes_transposed(device)]
 
-    def _copies_of(
-        self, operand: Operand, gemms: tuple[Gemm, ...], transposes: bool
-    ) -> OperandCopies:
+    def _plan_of(self, operand: Operand, gemms: tuple[Gemm, ...], transposes: bool) -> CastPlan:
         by_gemm: list[tuple[Scheme, bool] | None] = []  # the scheme, and whether it is transposed
         for gemm in gemms:
             scheme, transposed = self.uses[operand][gemm], transposes and is_second(operand, gemm)
@@ -104,8 +88,8 @@ class Recipe:
         copies = list(dict.fromkeys(filter(None, by_gemm)))
         schemes = tuple(dict.fromkeys(scheme for scheme, _ in copies))
         of = tuple(schemes.index(scheme) for scheme, _ in copies)
-        plan = CastPlan(schemes, of, tuple(transposed for _, transposed in copies))
-        return OperandCopies(plan, tuple(copy and copies.index(copy) for copy in by_gemm))
+        places = tuple(copy and copies.index(copy) for copy in by_gemm)
+        return CastPlan(schemes, of, tuple(transposed for _, transposed in copies), places=places)
 
     def _casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         casts: dict[Scheme, tuple[Gemm, ...]] = {}

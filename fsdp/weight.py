@@ -34,8 +34,8 @@ from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.scale import amax_of_tensors
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Use, is_observed
-from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import Given, Source
+from fp8_dist.operand.prepare import cast_by_state, cast_local
+from fp8_dist.operand.state import State
 from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, warn_once
@@ -121,7 +121,7 @@ class Float8AllGatherWeight(KnownWeight):
         cast = self._current_cast(weight)
         if cast is None:
             use = Use((weight,), "weight") if is_observed() else None
-            cast = _cast_shard(self.plain, weight, weight.gather_source(cache), use)
+            cast = _cast_shard(self.plain, weight, weight.gather_state(cache), use)
         read: list[torch.Tensor] = [cache.known, *cast.metadata[1]]
         if (history := weight.history) is not None:
             history.last, history.restored = cast.amax, False
@@ -244,29 +244,32 @@ class Float8AllGatherWeight(KnownWeight):
 
 
 def _cast_shard(
-    shard: torch.Tensor, weight: Float8Weight, source: Source, use: Use | None = None
+    shard: torch.Tensor, weight: Float8Weight, state: State, use: Use | None = None
 ) -> _ShardCast:
     """Cast a shard for FSDP2's gather.
 
     Args:
         shard: the plain shard, which with CPU offload is a copy.
-        source: the source of its statistics.
+        state: what decides its statistics.
         use: see :func:`fp8_dist.operand.prepare.cast_local`.
 
-    Collectives: those of :meth:`Source.statistics`. If scales of the whole weight are needed and
+    Collectives: those of :meth:`State.statistics`. If scales of the whole weight are needed and
     not cached, those of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
     assert weight.fsdp is not None
     gather, shard = weight.gather(), shard.detach()
+    plan = gather.plan.on(gather.kept.layout)
     scales: Scales = ()
     (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
     with internals.normal_tensors():
         if whole:
-            (statistics,) = source.statistics(shard, (scheme,), layout)
+            (statistics,) = state.statistics(shard, plan)
             parts = scheme.local_part(scheme.scales_from(statistics), gather.arrives)
             scales = tuple([scale.to(shard.device) for scale in parts])
-            source = Given([scheme.local_part(statistics, layout)])
-        (cast,), amax = cast_local(shard, gather.plan, layout, source, use)
+            own = scheme.local_part(statistics, layout)
+            (cast,), amax = cast_local(shard, plan, [own], use)
+        else:
+            (cast,), amax = cast_by_state(shard, plan, state, use)
         size, ranks = weight.fsdp.size, weight.fsdp.mesh.size()
         data = padded_shard(as_bytes(cast.qdata), size, ranks)
         # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
@@ -306,7 +309,7 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
         if isinstance(kind, tuple):
             casts = _cast_together(*kind, group)
         else:
-            casts = [_cast_shard(s.plain, w, w.gather_source(s)) for s, w in group]
+            casts = [_cast_shard(s.plain, w, w.gather_state(s)) for s, w in group]
         for (shard, weight), cast in zip(group, casts, strict=True):
             shard.keep_cast(weight, cast)
 

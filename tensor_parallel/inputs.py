@@ -17,7 +17,6 @@ from fp8_dist.operand import observers
 from fp8_dist.operand.cast import CastToFloat8
 from fp8_dist.operand.history import AmaxHistory
 from fp8_dist.operand.moves import scheme_of_move
-from fp8_dist.operand.sources import FRESH
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import kind_of
@@ -126,7 +125,7 @@ def as_float8_input(
     x = as_dtensor(autocast(x), mesh, (layout,))
     if scheme_of_move(x, "input", (scheme,), (Replicate(),) * x.device_mesh.ndim, owner) is None:
         return x
-    return CastToFloat8.apply(reduced(x), scheme, FRESH if history is None else history)
+    return CastToFloat8.apply(reduced(x), scheme, history)
 
 
 def share_amaxes(inputs: Sequence[Any]) -> None:

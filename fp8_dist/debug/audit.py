@@ -24,7 +24,7 @@ from fp8_dist.debug.module_path import ModulePath
 from fp8_dist.device import is_float8
 from fp8_dist.kernels.e2m1 import E2M1_X2
 from fp8_dist.kernels.encoding import encode_float8, pack_rows
-from fp8_dist.operand.sources import QUERIES
+from fp8_dist.operand.state import QUERIES
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import aligned
 from fp8_dist.torch_internals import STAND_INS, OpOverload, TorchDispatchMode

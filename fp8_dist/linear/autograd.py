@@ -27,9 +27,8 @@ from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand import observers
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, record_amaxes
 from fp8_dist.operand.moves import scheme_of_move
-from fp8_dist.operand.prepare import Local, prepare, wait_local
+from fp8_dist.operand.prepare import Local, prepare
 from fp8_dist.operand.saved import flattened
-from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import Quantized
 from fp8_dist.scaling.operators import multiply
@@ -54,9 +53,9 @@ class LinearSpec(NamedTuple):
     prepared_input: AmaxHistory | None  # the amax history of an input that layers share
     reduce_transport: Encoding = None  # for sums of the output and grad_input over ranks
 
-    def source(self, operand: Operand) -> Source:
-        """The source of the statistics of an operand other than the weight."""
-        return self.histories[operand] if operand in self.config.recipe.delayed else FRESH
+    def history(self, operand: Operand) -> AmaxHistory | None:
+        """The amax history of an operand other than the weight, if its scale is DELAYED."""
+        return self.histories[operand] if operand in self.config.recipe.delayed else None
 
 
 def float8_linear(
@@ -112,9 +111,9 @@ def prepare_gradients(
     gemms, recipe = tuple(right), spec.config.recipe
     folds = {g: x for g, x in right.items() if recipe.folds and isinstance(x, Quantized)}
     if not folds:
-        how = gemms, placements, spec.source("grad_output"), spec.weight
-        left, amax = prepare(grad, "grad_output", *how)
-        return {gemm: (left[gemm], right[gemm]) for gemm in gemms}, amax
+        history = spec.history("grad_output")
+        left, amax = prepare(grad, "grad_output", gemms, placements, history, spec.weight)
+        return dict(zip(gemms, zip(left, right.values(), strict=True), strict=True)), amax
     scheme = recipe.uses["grad_output"][next(iter(folds))]
     assert scheme is not None
     if isinstance(grad, DTensor) and not torch.compiler.is_compiling():
@@ -295,8 +294,8 @@ class _LinearFunction(torch.autograd.Function):
         gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
         parameter = weight if parameter is None else parameter
         w, grad_input_w, w_amax = spec.weight.operands(parameter, needs_input)
-        source, target = spec.source("input"), layouts and layouts.input
-        x, x_amax = prepare(whole, "input", gemms, target, source, spec.weight)
+        target, history = layouts and layouts.input, spec.history("input")
+        x, x_amax = prepare(whole, "input", gemms, target, history, spec.weight)
         amaxes = {"input": x_amax, "weight": w_amax}
         if isinstance(mesh.local_tensor(input), Float8Tensor):  # cast with the history that it has
             shared = x_amax if spec.prepared_input is not None and spec.training else None
@@ -305,9 +304,7 @@ class _LinearFunction(torch.autograd.Function):
         left_w: Local = mesh.local_tensor(weight) if w is None else w
         if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
             left_w = _recorded(left_w, spec.weight, recorded)  # there is no backward
-        uses = spec.config.recipe.uses["input"]
-        waited = {gemm: wait_local(x[gemm], uses[gemm]) for gemm in gemms}
-        left = waited["output"]
+        left = x[0]
         ctx.high = None
         if observers.keeps_operands():
             ctx.high = input.detach(), spec.weight.high_precision(weight)
@@ -321,7 +318,8 @@ class _LinearFunction(torch.autograd.Function):
         right: Local | Uncast | None = None
         if needs_input:
             right = mesh.local_tensor(weight) if grad_input_w is None else grad_input_w
-        saved, ctx.specs = flattened(waited.get("grad_weight"), right, *recorded.values())
+        saved_x = x[1] if needs_weight else None
+        saved, ctx.specs = flattened(saved_x, right, *recorded.values())
         ctx.names = tuple(recorded)
         ctx.save_for_backward(*saved)
         ctx.bias_layout = Layout.of(bias)
@@ -369,10 +367,8 @@ class _LinearFunction(torch.autograd.Function):
         # The forward may not have been observed. Remove the operands from ctx, which lives as long
         # as the graph.
         (high_input, high_weight), ctx.high = ctx.high or (None, None), None
-        schemes = spec.config.recipe.uses["grad_output"]
         if needs_input:
             left, right = pairs["grad_input"]
-            left = wait_local(left, schemes["grad_input"])
             how = spec, ctx.input_dtype, (grad_layout, ctx.w_layout), (grad, high_weight)
             product = _gemm(left, right, "grad_input", *how)
             grad_input = _unflattened(product, grad if layouts is None else left)
@@ -387,7 +383,6 @@ class _LinearFunction(torch.autograd.Function):
                 finish = start_reduction(grad_input, tuple(target), transport)
         if needs_weight:
             left, right = pairs["grad_weight"]
-            left = wait_local(left, schemes["grad_weight"])
             how = spec, ctx.weight_dtype, (grad_layout, ctx.gathered), (grad, high_input)
             grad_weight = _gemm(left, right, "grad_weight", *how)
             if layouts is not None:

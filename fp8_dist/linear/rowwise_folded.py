@@ -91,7 +91,7 @@ def folded_gradients(
             grad = grad.redistribute(placements=placements)
         folded, transposed = _fold_distributed(grad, scheme, placements, s, t), False
     else:
-        plan, _ = owner.config.recipe.copies("grad_output", ("grad_weight",), grad.device)
+        plan = owner.config.recipe.plan("grad_output", ("grad_weight",), grad.device)
         transposed = any(plan.transposed)
         matrix, t = as_matrix(grad), None if t is None else t.reshape(-1)
         folded = fold_gradient(matrix, scheme.dtype, s, t, transposed)

@@ -23,7 +23,7 @@ from fp8_dist.kernels.gemm import block_scaled_mm, scaled_mm
 from fp8_dist.kernels.scale import amax, amaxes
 from fp8_dist.moe.dispatch import numbers_of_rows, slots_by_expert
 from fp8_dist.moe.operators import grouped_mm_operator
-from fp8_dist.operand.sources import look_up
+from fp8_dist.operand.state import look_up
 from fp8_dist.scaling.operators import measure_operator, multiply_operator
 from fp8_dist.torch_internals import funcol
 

@@ -26,7 +26,6 @@ from fp8_dist.linear.module import other_users
 from fp8_dist.mesh import Layout, full_tensors, local_tensor, this_rank, with_local
 from fp8_dist.moe.experts import ExpertWeight, experts_config
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import Given
 from fp8_dist.scaling import BlockScheme, CastPlan, Mxfp4, Scheme, reduction
 from fp8_dist.text import without_wrappers
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -374,7 +373,7 @@ def _cast(
     for (i, (scheme, _, layout)), whole in zip(measured.items(), wholes, strict=True):
         shard, parameter = _shard(weights[i]), weights[i].parameter()
         statistics = whole if layout is None else scheme.local_part(whole, layout)
-        (cast,), _ = cast_local(shard, CastPlan((scheme,)), layout, Given([statistics]))
+        (cast,), _ = cast_local(shard, CastPlan((scheme,)).on(layout), [statistics])
         device = shard.device if stays_on_mesh else parameter.device
         tensors[i] = with_local(parameter, cast.qdata.to(device))
         scales[i] = fp32_scales(scheme.scales_from(whole)[0]).to(device)

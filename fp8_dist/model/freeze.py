@@ -7,8 +7,7 @@ import torch.nn as nn
 
 from fp8_dist.linear.module import other_users
 from fp8_dist.moe.experts import ExpertWeight, FilterFn, check_arguments
-from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import FRESH
+from fp8_dist.operand.prepare import cast_by_state
 from fp8_dist.scaling import CastPlan, Mxfp4, Scheme
 from fp8_dist.text import kind_of
 from fp8_dist.torch_internals import give_back_to_ddp, leave_out_of_ddp, normal_tensors
@@ -117,9 +116,10 @@ def freeze_to_float8(
     for weight in chosen.values():
         first = firsts.setdefault(id(weight.parameter()), weight)
         if first is weight:
-            source = weight.source(weight.parameter()) if block_size is None else FRESH
-            plan = CastPlan((_scheme(weight, block_size),))
-            (cast,), _ = cast_local(weight.shard(), plan, weight.layout(), source)
+            layout = weight.layout()
+            plan = CastPlan((_scheme(weight, block_size),)).on(layout)
+            state = weight.state(weight.parameter(), layout) if block_size is None else None
+            (cast,), _ = cast_by_state(weight.shard(), plan, state)
             cast = cast._replace(qdata=cast.qdata.clone(), scales=(cast.scales[0].clone(),))
             store_in_float8(weight, cast, packs=format == "mxfp4")
         else:  # layers may share a weight

@@ -18,7 +18,7 @@ from fp8_dist.config import check_config
 from fp8_dist.mesh import local_tensor, sharded_dim
 from fp8_dist.moe.config import Float8ExpertsConfig, stored_transposed
 from fp8_dist.moe.functions import Weight, local_part
-from fp8_dist.recipe import Gemm, Operand, OperandCopies
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, transposed
 from fp8_dist.text import kind_of, without_wrappers
 from fp8_dist.torch_internals import (
@@ -122,8 +122,8 @@ class ExpertWeight(Float8Weight):
         (scheme,) = self.config.recipe.schemes["weight"]  # dynamo does not trace super().schemes
         return (stored_transposed(scheme) if self.is_transposed else scheme,)
 
-    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
-        return OperandCopies(CastPlan(self.schemes), (0,) * len(gemms))
+    def plan(self, gemms: tuple[Gemm, ...], device: torch.device) -> CastPlan:
+        return CastPlan(self.schemes, places=(0,) * len(gemms))
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         # Scales are folded into the float8 copy of a gradient, so it is cast once.

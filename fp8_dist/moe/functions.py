@@ -27,7 +27,6 @@ from fp8_dist.moe.dispatch import Routing, return_rows, send_rows
 from fp8_dist.operand import observers
 from fp8_dist.operand.prepare import cast_local, cast_once
 from fp8_dist.operand.saved import flattened
-from fp8_dist.operand.sources import FRESH
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, transposed
 from fp8_dist.scaling.operators import dequantize
@@ -128,7 +127,7 @@ def cast_weight(weight: Tensor, config: Float8ExpertsConfig) -> Weight:
         if is_transposed := operators.is_stored_transposed(shard):
             high, shard = high.mT, shard.mT
         plan = CastPlan((stored_transposed(scheme) if is_transposed else scheme,))
-        (cast,), _ = cast_local(shard, plan, Layout.of(high))
+        (cast,), _ = cast_local(shard, plan.on(Layout.of(high)))
         cast = transposed(cast, scheme) if is_transposed else cast
     return Weight(local_part(weight), cast, cast)
 
@@ -259,7 +258,7 @@ def _cast_rows(
     if told and observers.is_observed():
         dispatch = routing and _dispatch(routing, len(rows))
         use = observers.Use(told, operand, layout or _replicated(rows, told[0]), dispatch)
-    (low,), _ = cast_local(rows, CastPlan((config.rows,)), layout, FRESH, use)
+    (low,), _ = cast_local(rows, CastPlan((config.rows,)).on(layout), None, use)
     return low
 
 

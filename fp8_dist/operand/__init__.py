@@ -1,5 +1,5 @@
-"""The one door for operands: statistics from a source, a cast, a move.
+"""The one door for operands: :func:`fp8_dist.operand.prepare.cast_local` casts and tells observers.
 
-A :class:`fp8_dist.operand.sources.Source` supplies statistics.
-:func:`fp8_dist.operand.prepare.cast_local` alone casts with them, and notifies observers.
+Statistics are an argument of the cast. Those that Python state decides come from a
+:class:`fp8_dist.operand.state.State`.
 """

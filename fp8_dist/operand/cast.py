@@ -8,8 +8,8 @@ from torch.autograd import forward_ad
 from fp8_dist import scaling
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
 from fp8_dist.mesh import Layout, local_tensor, reduced
+from fp8_dist.operand.history import AmaxHistory
 from fp8_dist.operand.prepare import as_float8
-from fp8_dist.operand.sources import FRESH, Source
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, wrong_type
@@ -83,7 +83,7 @@ def cast_to_float8(
         )
     if dim is not None:
         scheme = scaling.covering((dim % tensor.ndim,), scheme, tensor.ndim)
-    return CastToFloat8.apply(reduced(tensor), scheme, FRESH)
+    return CastToFloat8.apply(reduced(tensor), scheme, None)
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
@@ -151,14 +151,16 @@ class CastToFloat8(torch.autograd.Function):
     """Cast whose gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, scheme: Scheme, source: Source) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, scheme: Scheme, history: AmaxHistory | None
+    ) -> torch.Tensor:
         layout = Layout.of(tensor)
         if layout is not None and layout.mesh.get_coordinate() is None:
             # As with DTensor's operators, a rank outside the mesh has an empty local tensor.
             local = local_tensor(tensor)
             one = local.new_ones((), dtype=torch.float32)
             return layout.wrap(Float8Tensor(local.to(scheme.dtype), one, tensor.dtype))
-        return as_float8(tensor, scheme, source)
+        return as_float8(tensor, scheme, history)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -46,7 +46,7 @@ from torch.nn.functional import pad
 from fp8_dist.device import current_capture
 from fp8_dist.kernels.scale import amax
 from fp8_dist.mesh import all_reduce_max, groups_over
-from fp8_dist.operand.sources import Request, State, owner_of, query, register_handle
+from fp8_dist.operand.state import State, owner_of, query, register_handle
 from fp8_dist.scaling import Scheme, Statistics
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import normal_tensors
@@ -73,7 +73,7 @@ class AmaxHistory(State):
             ``None``.
         steps: how often passes have begun to accumulate gradients since the last sync.
         restored: whether ``Float8State.load_state_dict`` was called and no cast has followed.
-        frozen: the source of a frozen weight's statistics.
+        frozen: the state that decides a frozen weight's statistics.
         is_replaced: whether the layer takes an input that layers share, so that this history is not
             advanced. It is saved as empty, because its amaxes are outdated when it is used again.
     """
@@ -103,12 +103,13 @@ class AmaxHistory(State):
         self.handle, self.frozen = register_handle(self), Frozen(self)
         self._recorded_in = None
 
-    def look_up(self, request: Request) -> list[Statistics]:
+    def look_up(
+        self, x: torch.Tensor, schemes: Sequence[Scheme], groups: Sequence[str], *_: Any
+    ) -> list[Statistics]:
         """The statistic of the history; without one, the amax of the global tensor.
 
         Collectives: none if there is a history, otherwise those of a dynamic cast.
         """
-        x = request.x
         if current_capture():
             raise NotImplementedError(
                 "a CUDA graph is being captured, and would replay one step of a DELAYED scale: its "
@@ -116,7 +117,7 @@ class AmaxHistory(State):
             )
         self.restored = False
         if self.statistic is None:
-            return [(all_reduce_max(amax(x), request.groups),)]
+            return [(all_reduce_max(amax(x), groups),)]
         return [(self.statistic.to(x.device),)]
 
     def record(self, value: torch.Tensor, backward: int | None, begins: bool) -> None:
@@ -168,9 +169,11 @@ class Frozen(State):
         self._history = weakref.proxy(history)  # which has this object
         self.handle = register_handle(self)
 
-    def look_up(self, request: Request) -> list[Statistics]:
+    def look_up(
+        self, x: torch.Tensor, schemes: Sequence[Scheme], groups: Sequence[str], *_: Any
+    ) -> list[Statistics]:
         self._history.statistic = None
-        return self._history.look_up(request)
+        return self._history.look_up(x, schemes, groups)
 
 
 @query("record_amaxes(Tensor after, Tensor handle, str[] names, Tensor[] amaxes) -> Tensor")

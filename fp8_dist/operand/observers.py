@@ -197,6 +197,8 @@ def notify_cast(
     folds: torch.Tensor | None = None,
 ) -> None:
     """Notify observers of the cast of an operand; see :class:`Original`."""
+    if not (is_observed() and copies[0].scheme.levels):  # without levels, it is in high precision
+        return
     original = Original(high, use.layout or layout, folds, use.dispatch)
     shape = high.shape
     for owner in use.owners:

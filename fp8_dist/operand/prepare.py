@@ -1,4 +1,4 @@
-"""Preparation of operands: plan the move, look statistics up or measure them, cast, and move.
+"""Preparation of operands: cast, move, or both.
 
 :func:`cast_local` is the only caller of a scheme's cast. If one float8 copy serves all GEMMs of an
 operand, the operand is cast first and moved as float8. Otherwise it is moved in high precision and
@@ -11,16 +11,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from fp8_dist import mesh
-from fp8_dist import torch_internals as internals
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.mesh import Layout, Placements
 from fp8_dist.operand import observers
 from fp8_dist.operand.history import AmaxHistory
 from fp8_dist.operand.moves import scheme_of_move
 from fp8_dist.operand.observers import Original, Owner, Use
-from fp8_dist.operand.sources import FRESH, Source, look_up_in_op
+from fp8_dist.operand.state import State, look_up_in_op, measured
 from fp8_dist.recipe import Gemm, Operand
-from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Start, common_start, reduction
+from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Statistics
 from fp8_dist.scaling.operators import cast
 from fp8_dist.tensor import Float8Tensor, quantized_as
 
@@ -28,106 +27,111 @@ from fp8_dist.tensor import Float8Tensor, quantized_as
 Copies = Sequence[Quantized]
 # An operand on this rank, [..., K] or [M, K]: in float8, or a plain tensor in high precision.
 Local = Quantized | torch.Tensor
-# The operand that each GEMM takes. A tensor may be in flight: see wait_local().
-Operands = dict[Gemm, Local]
 
 
 def cast_local(
     x: torch.Tensor,
     plan: CastPlan,
-    layout: Layout | None = None,
-    source: Source = FRESH,
+    statistics: Sequence[Statistics] | None = None,
     use: Use | None = None,
     *,
+    measures: bool = False,
     depends_on: torch.Tensor | None = None,
 ) -> tuple[Copies, torch.Tensor | None]:
     """Cast a local tensor to float8 copies with the statistics of the global tensor.
 
     Args:
-        layout: the layout of the global tensor, without Partial placements.
-        source: the source of the statistics. Values above statistics that were not measured at this
-            cast saturate.
+        plan: the copies, and the layout of the global tensor.
+        statistics: the global statistics for each scheme of the plan. Values above them saturate.
+            ``None``: they are measured.
         use: the operand that the cast makes, for observers; ``None``: they are not notified.
+        measures: also measure the tensor, for an amax history. The scale is NaN if the tensor has
+            a value that is not finite.
         depends_on: see :func:`fp8_dist.scaling.operators.cast`.
 
     Returns:
-        The copies; and the amax, fp32, 0-dim, if the operand has an amax history.
+        The copies; and, if the cast ``measures``, the local amax, fp32, 0-dim.
 
-    Collectives: those of :meth:`Source.statistics`.
+    Collectives: without statistics, those of :func:`fp8_dist.operand.state.measured`.
     """
-    schemes, statistics, is_fresh = plan.schemes, None, source is FRESH
-    if isinstance(source, AmaxHistory) and torch.compiler.is_compiling():
+    saturate = statistics is not None
+    if statistics is None and plan.needs_ranks:
+        if len(plan.schemes) > 1:
+            # One scheme at a time, so that a graph that needs only one copy does not repeat the
+            # reduction of the other.
+            return _cast_each(x, plan, use), None
+        statistics = measured(x, plan.schemes, plan.layout)
+    scales, data, amax = cast(
+        x, plan, statistics, saturate=saturate, measures=measures, depends_on=depends_on
+    )
+    copies = _copies(plan, scales, data)
+    if use is not None:
+        observers.notify_cast(use, x, plan.layout, copies)
+    return copies, amax
+
+
+def cast_by_state(
+    x: torch.Tensor, plan: CastPlan, state: State | None, use: Use | None = None
+) -> tuple[Copies, torch.Tensor | None]:
+    """:func:`cast_local` with statistics that Python state decides; ``None``: there is none.
+
+    Returns:
+        The copies; and the local amax, fp32, 0-dim, if the operand has an amax history.
+    """
+    if state is None:
+        return cast_local(x, plan, None, use)
+    if isinstance(state, AmaxHistory) and torch.compiler.is_compiling():
         # One operator looks up, casts and measures.
-        scale, *flat, own_amax = look_up_in_op(source, x, schemes, layout, plan.of, plan.transposed)
-        return _copies(plan, layout, [(scale,)], flat, (0, 0)), own_amax
-    reduces = is_fresh and any(reduction.reduction_groups(scheme, layout) for scheme in schemes)
-    copies: Copies
-    if reduces and len(schemes) > 1:
-        # One scheme at a time, so that a graph that needs only one copy does not repeat the
-        # reduction of the other.
-        copies, amax = _cast_each(x, plan, layout), None
-    else:
-        if reduces or not is_fresh:
-            statistics = source.statistics(x, schemes, layout)
-        start = common_start(schemes, layout)
-        scales, data, amax = cast(
-            x,
-            plan,
-            statistics,
-            start,
-            saturate=not is_fresh,
-            measures=source.amax_from == "cast",
-            depends_on=depends_on,
-        )
-        if statistics is not None and source.amax_from == "statistic":
-            amax = statistics[0][0]
-        copies = _copies(plan, layout, scales, data, start)
-    if use is not None and observers.is_observed() and schemes[0].levels:  # not in high precision
-        observers.notify_cast(use, x, layout, copies)
+        scale, *data, own_amax = look_up_in_op(state, x, plan, casts=True)
+        return _copies(plan, [(scale,)], data), own_amax
+    statistics = state.statistics(x, plan)
+    copies, amax = cast_local(x, plan, statistics, use, measures=state.amax_from == "cast")
+    if state.amax_from == "statistic":
+        amax = statistics[0][0]
     return copies, amax
 
 
 def _copies(
-    plan: CastPlan,
-    layout: Layout | None,
-    scales: Sequence[Scales],
-    data: Sequence[torch.Tensor],
-    start: Start,
+    plan: CastPlan, scales: Sequence[Scales], data: Sequence[torch.Tensor]
 ) -> list[Quantized]:
-    """Assemble copies from each scheme's scales and each copy's data.
-
-    ``start``: the :func:`fp8_dist.scaling.common_start` of the schemes.
-    """
+    """Assemble copies from each scheme's scales and each copy's data."""
     copies = []
-    for i, transposed, qdata in zip(plan.of, plan.transposed, data, strict=True):
-        scheme = plan.schemes[i]
-        own_start = start if len(plan.schemes) == 1 else scheme.start(layout)
-        splits_blocks = layout is not None and scheme.splits_blocks(layout)
-        # A transposed copy is a matrix, with rows of zeros up to a multiple of 16.
-        matrix = qdata.t() if transposed else qdata
-        copies.append(Quantized(matrix, scales[i], scheme, own_start, splits_blocks))
+    for n, (i, qdata) in enumerate(zip(plan.of, data, strict=True)):
+        if plan.transposed[n]:
+            # The matrix [K, P], with rows of zeros up to a multiple of 16.
+            qdata = qdata.t()
+        if plan.layout is None:
+            copy = Quantized(qdata, scales[i], plan.schemes[i])
+        else:
+            position = plan.starts[n], plan.splits_blocks[n]
+            copy = Quantized(qdata, scales[i], plan.schemes[i], *position)
+        copies.append(copy)
     return copies
 
 
-def _cast_each(x: torch.Tensor, plan: CastPlan, layout: Layout | None) -> list[Quantized]:
+def _cast_each(x: torch.Tensor, plan: CastPlan, use: Use | None) -> list[Quantized]:
     copies: dict[int, Quantized] = {}
     for i in range(len(plan.schemes)):
-        part, places = plan.part(i)
-        copies.update(zip(places, cast_local(x, part, layout)[0], strict=True))
-    return [copies[n] for n in range(len(plan.of))]
+        part, indices = plan.part(i)
+        copies.update(zip(indices, cast_local(x, part)[0], strict=True))
+    in_order = [copies[n] for n in range(len(plan.of))]
+    if use is not None:
+        observers.notify_cast(use, x, plan.layout, in_order)
+    return in_order
 
 
 def cast_once(tensor: torch.Tensor, scheme: Scheme) -> Quantized:
     """:func:`cast_local` of the local part of a tensor to one copy."""
-    return cast_local(mesh.local_tensor(tensor), CastPlan((scheme,)), Layout.of(tensor))[0][0]
+    plan = CastPlan((scheme,)).on(Layout.of(tensor))
+    return cast_local(mesh.local_tensor(tensor), plan)[0][0]
 
 
 def as_float8(
-    tensor: torch.Tensor, scheme: Scheme, source: Source = FRESH, use: Use | None = None
+    tensor: torch.Tensor, scheme: Scheme, history: AmaxHistory | None = None, use: Use | None = None
 ) -> torch.Tensor:
     """Cast a tensor to a Float8Tensor, or a DTensor to a DTensor of one."""
     local, layout = mesh.local_tensor(tensor), Layout.of(tensor)
-    (quantized,), amax = cast_local(local, CastPlan((scheme,)), layout, source, use)
+    (quantized,), amax = cast_by_state(local, CastPlan((scheme,)).on(layout), history, use)
     float8 = Float8Tensor.of(quantized, tensor.dtype, amax)
     if use is None and observers.is_observed():
         float8.origin = Original(local.detach(), layout), quantized
@@ -139,15 +143,15 @@ def prepare(
     operand: Operand,
     gemms: tuple[Gemm, ...],
     placements: Placements | None,
-    source: Source,
+    history: AmaxHistory | None,
     owner: Owner,
-) -> tuple[Operands, torch.Tensor | None]:
+) -> tuple[Sequence[Local], torch.Tensor | None]:
     """Cast an operand for the given GEMMs and redistribute it to ``placements``.
 
     Args:
         tensor: ``[..., K]``, in high precision or already float8; no Partial placements.
         placements: the placements that the GEMMs need, if ``tensor`` is a DTensor.
-        source: the source of the statistics.
+        history: the amax history of a DELAYED scale.
         owner: the layer's weight, which has the config.
 
     Returns:
@@ -157,39 +161,36 @@ def prepare(
     """
     recipe = owner.config.recipe
     use = Use((owner,), operand) if observers.is_observed() else None
-    if isinstance(high := mesh.local_tensor(tensor), Float8Tensor):
+    local = mesh.local_tensor(tensor)
+    if isinstance(local, Float8Tensor):
         if use is not None:
-            observers.notify_prepared(owner, high)
+            observers.notify_prepared(owner, local)
     elif isinstance(tensor, DTensor):
         schemes = tuple([recipe.uses[operand][gemm] for gemm in gemms])
         scheme = scheme_of_move(tensor, operand, schemes, placements, owner)
         if tuple(tensor.placements) != placements:
             if scheme is not None:
-                tensor = as_float8(tensor, scheme, source, use)
+                tensor = as_float8(tensor, scheme, history, use)
             else:
                 tensor = tensor.redistribute(placements=placements)
-            high = mesh.local_tensor(tensor)
-    if isinstance(high, Float8Tensor):
-        moved, amax = tensor, high.local_amax
+            local = mesh.local_tensor(tensor)
+    if isinstance(local, Float8Tensor):
+        scheme, amax = recipe.uses[operand][gemms[0]], local.local_amax
+        assert scheme is not None
         if isinstance(tensor, DTensor):
             assert placements is not None
-            moved = internals.dtensor_local(mesh.redistributed(tensor, placements))
-        return dict.fromkeys(gemms, moved), amax
-    plan, places = recipe.copies(operand, gemms, tensor.device)
+            local = mesh.local_tensor(mesh.redistributed(tensor, placements))
+            assert isinstance(local, Float8Tensor)
+        return [quantized_as(local, scheme)] * len(gemms), amax
+    plan = recipe.plan(operand, gemms, local.device)
     if not plan.of:
-        return dict.fromkeys(gemms, high), None
-    local = high if isinstance(tensor, DTensor) else as_matrix(tensor)
-    copies, amax = cast_local(local, plan, Layout.of(tensor), source, use)
-    pairs = zip(gemms, places, strict=True)
-    return {gemm: high if place is None else copies[place] for gemm, place in pairs}, amax
-
-
-def wait_local(operand: Local, scheme: Scheme | None) -> Local:
-    """Wait for an operand that may be in flight; ``scheme``: the scheme of a float8 operand."""
-    if isinstance(operand, Quantized):
-        return operand
-    local = mesh.local_tensor(operand)
-    if not isinstance(local, Float8Tensor):
-        return local
-    assert scheme is not None
-    return quantized_as(local, scheme)
+        return [local] * len(gemms), None
+    if isinstance(tensor, DTensor):
+        matrix, plan = local, plan.on(Layout.of(tensor))
+    else:
+        matrix = as_matrix(local)
+    copies, amax = cast_by_state(matrix, plan, history, use)
+    operands: list[Local] = []
+    for place in plan.places:
+        operands.append(local if place is None else copies[place])
+    return operands, amax

@@ -40,7 +40,6 @@ def cast(
     x: Tensor,
     plan: CastPlan,
     statistics: Sequence[Statistics] | None,
-    start: Start,
     *,
     saturate: bool = True,
     measures: bool = False,
@@ -52,7 +51,6 @@ def cast(
 
     Args:
         statistics: the statistics for each scheme of the plan.
-        start: the :func:`common_start` of the schemes.
         saturate: as in :meth:`Scheme.cast`.
         measures: also return the amax of ``x``; see :meth:`Dense.cast_and_measure`.
         depends_on: a tensor that a graph must compute before this cast, and that keeps the graph
@@ -62,8 +60,8 @@ def cast(
         The scales of each scheme, the data of the copies, and the amax.
     """
     if not torch.compiler.is_compiling():
-        return _cast(x, plan, statistics, start, saturate, measures)
-    schemes, count = plan.schemes, len(plan.of)
+        return _cast(x, plan, statistics, saturate, measures)
+    schemes, start, count = plan.schemes, plan.start, len(plan.of)
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
         statistics, saturate = measure(x, schemes, start), False
@@ -82,11 +80,10 @@ def _cast(
     x: Tensor,
     plan: CastPlan,
     statistics: Sequence[Statistics] | None,
-    start: Start,
     saturate: bool,
     measures: bool,
 ) -> tuple[list[Scales], list[Tensor], Tensor | None]:
-    schemes, of, transposed = plan.schemes, plan.of, plan.transposed
+    schemes, transposed, start = plan.schemes, plan.transposed, plan.start
     first = schemes[0]
     if plan.packed and statistics is not None:
         scales, packed = first.cast_packed(x, statistics[0], start)
@@ -109,7 +106,7 @@ def _cast(
         _, scales, data = scheme.cast(x, known, start, part.transposed, saturate)
         scales_by_scheme.append(scales)
         copies.update(zip(places, data, strict=True))
-    return scales_by_scheme, [copies[n] for n in range(len(of))], None
+    return scales_by_scheme, [copies[n] for n in range(len(plan.of))], None
 
 
 def by_scheme(
@@ -236,9 +233,14 @@ def cast_operator(
     depends_on: Tensor | None,
 ) -> list[Tensor]:
     """Operator of :func:`cast`. Returns the scales of each scheme, each copy, and the amax."""
-    plan = CastPlan(tuple(map(scheme_named, schemes)), tuple(of), tuple(transposed))
+    plan = CastPlan(
+        tuple(map(scheme_named, schemes)),
+        tuple(of),
+        tuple(transposed),
+        start=(start[0], start[1]),
+    )
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    scales, data, amax = _cast(x, plan, known, (start[0], start[1]), saturate, measures)
+    scales, data, amax = _cast(x, plan, known, saturate, measures)
     # An operator must not return its arguments. Scales may be statistics or views of them, and data
     # in high precision may be that of x.
     flat = unshared([*(s for levels in scales for s in levels), *data], [x, *statistics])

@@ -55,23 +55,56 @@ class Quantized(NamedTuple):
 class CastPlan(NamedTuple):
     """The float8 copies of an operand that one cast makes; by default one copy of one scheme.
 
+    :meth:`on` adds the facts that follow from the layout of the operand. Without them the plan is
+    one of a whole tensor.
+
     Attributes:
         schemes: the distinct schemes of the copies.
         of: for each copy, the index of its scheme.
         transposed: for each copy, whether it is ``[K, M]`` in memory.
         packed: whether the copy, the only one, is packed (:meth:`Scheme.pack`).
+        places: for each GEMM that takes the operand, the index of its copy; ``None`` for high
+            precision.
+        layout: the layout of the operand, without Partial placements.
+        start: the :func:`common_start` of the schemes.
+        starts: for each copy, the :attr:`Quantized.start`.
+        splits_blocks: for each copy, the :attr:`Quantized.splits_blocks`.
+        needs_ranks: whether a scale covers values of several ranks.
     """
 
     schemes: tuple["Scheme", ...]
     of: tuple[int, ...] = (0,)
     transposed: tuple[bool, ...] = (False,)
     packed: bool = False
+    places: tuple[int | None, ...] = ()
+    layout: Layout | None = None
+    start: Start = (0, 0)
+    starts: tuple[Start, ...] = ()
+    splits_blocks: tuple[bool, ...] = ()
+    needs_ranks: bool = False
+
+    def on(self, layout: Layout | None) -> "CastPlan":
+        """The plan of a tensor with this layout."""
+        return self if layout is None else _on_layout(self, layout)
 
     def part(self, index: int) -> tuple["CastPlan", list[int]]:
         """The plan of the copies of one scheme, and their indices in this plan."""
-        places = [n for n, of in enumerate(self.of) if of == index]
-        transposed = tuple([self.transposed[n] for n in places])
-        return CastPlan((self.schemes[index],), (0,) * len(places), transposed, self.packed), places
+        indices = [n for n, of in enumerate(self.of) if of == index]
+        transposed = tuple([self.transposed[n] for n in indices])
+        plan = CastPlan((self.schemes[index],), (0,) * len(indices), transposed, self.packed)
+        return plan.on(self.layout), indices
+
+
+@cached_but_in_graphs
+def _on_layout(plan: CastPlan, layout: Layout) -> CastPlan:
+    schemes = [plan.schemes[i] for i in plan.of]
+    return plan._replace(
+        layout=layout,
+        start=common_start(plan.schemes, layout),
+        starts=tuple([scheme.start(layout) for scheme in schemes]),
+        splits_blocks=tuple([scheme.splits_blocks(layout) for scheme in schemes]),
+        needs_ranks=bool(shared_schemes(plan.schemes, layout)),
+    )
 
 
 @dataclass(frozen=True, eq=False)

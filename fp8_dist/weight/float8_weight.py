@@ -38,9 +38,9 @@ from fp8_dist.kernels import scale
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
-from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import FRESH, Given, Request, Source, State, needs_op, register_handle
-from fp8_dist.recipe import Gemm, Operand, OperandCopies
+from fp8_dist.operand.prepare import cast_by_state, cast_local
+from fp8_dist.operand.state import State, measured, needs_op, register_handle
+from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import (
     CastPlan,
     Quantized,
@@ -115,7 +115,7 @@ class Float8Weight:
         name, fqn: the name of the parameter in the module, and the name of the module.
         histories: the amax histories of the layer's DELAYED operands.
         scales_name: the name of the parameter that has the scales of a stored weight.
-        handle: identifies this object in operators (:mod:`fp8_dist.operand.sources`).
+        handle: identifies this object in operators (:mod:`fp8_dist.operand.state`).
         is_compared: whether the layer was compared between ranks (``agreement``).
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
@@ -333,9 +333,9 @@ class Float8Weight:
         """The amax history, if the scale is DELAYED."""
         return self.histories.get("weight")
 
-    def copies(self, gemms: tuple[Gemm, ...], device: torch.device) -> OperandCopies:
-        """Return the float8 copies for both GEMMs of the weight, or for one of them."""
-        return self.config.recipe.copies("weight", gemms, device)
+    def plan(self, gemms: tuple[Gemm, ...], device: torch.device) -> CastPlan:
+        """Return the plan of the casts for both GEMMs of the weight, or for one of them."""
+        return self.config.recipe.plan("weight", gemms, device)
 
     def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
         """The casts of an operand that observers see; see :class:`observers.Owner`."""
@@ -356,83 +356,130 @@ class Float8Weight:
 
         ``both``: whether a backward may compute the input's gradient.
 
-        Collectives: those of :meth:`Source.statistics`.
+        Collectives: those of :meth:`State.statistics`.
 
         Raises:
             TypeError: the parameter was replaced by plain float8 data.
             ValueError: as :meth:`StoredWeight.quantized`; or what FSDP2 gathered was cast for
                 another config than the layer's.
         """
-        local = local_tensor(parameter)
-        if not self.schemes:
+        schemes = self.schemes
+        if not schemes:
             return WeightOperands()
-        shard, stored_as = KnownWeight.unwrap(local), None
-        scales: Statistics = ()  # of a stored weight whose values are cast
-        if (stored := self.stored(parameter)) is not None:
-            whole = stored.quantized()
-            if not whole.scheme.is_storage or whole.scheme in self.schemes:
-                later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
-                return WeightOperands(whole, later if stored.is_packed else whole)
-            shard, scales = operators.dequantize(whole, local.dtype), whole.scales
-            stored_as = whole.scheme
-            del whole  # its float8 data
+        local = local_tensor(parameter)
+        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
+            _check_gathered(schemes, local, self.fqn)
+            gathered = quantized_as(local, schemes[0])
+            return WeightOperands(gathered, gathered)
+        if isinstance(local, StoredFloat8):
+            return self._stored_operands(parameter, both)
         if is_float8(local.dtype):
             raise TypeError(
                 f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
                 "state dict that was assigned or passed to functional_call; load it with "
                 "load_state_dict after freeze_to_float8"
             )
-        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            _check_gathered(self.schemes, local, self.fqn)
-            gathered = quantized_as(local, self.schemes[0])
-            return WeightOperands(gathered, gathered)
-        use, uncast, layout = None, None, self.layout(parameter)
-        if is_observed():
-            use = Use((self,), "weight", self.forward_layout(parameter))
-        is_unsharded = self.fsdp is not None or stored is not None  # no copy may outlive it
-        gemms = _GEMMS if both and not is_unsharded else _GEMMS[:1]
-        plan, places = self.copies(gemms, local.device)
         if not torch.compiler.is_compiling():
-            self._warn_if_flag_has_no_effect(parameter)
-            self.note_unsharded(parameter)
-        source = self.source(parameter)
+            if self.config.enable_fsdp_float8_all_gather:
+                self._warn_if_flag_has_no_effect(parameter)
+            if self.fsdp is not None:
+                self.note_unsharded(parameter)
+        shard = KnownWeight.unwrap(local)
+        if self.fsdp is not None:
+            return self._unsharded_operands(parameter, shard, both)
+        layout = self.layout(parameter)
+        plan = self.plan(_GEMMS if both else _GEMMS[:1], local.device).on(layout)
+        if not plan.of:
+            return WeightOperands()
+        use = Use((self,), "weight", layout) if is_observed() else None
         with torch.no_grad():
-            if is_unsharded:
-                statistics = source.statistics(shard, self.schemes, layout)
-                known = dict(zip(self.schemes, statistics, strict=True))
-                for scheme in self.copies(_GEMMS[1:], local.device).plan.schemes if both else ():
-                    owner = None if scheme in plan.schemes else self  # the forward's was reported
-                    how = (*scales, *known[scheme]), scheme, layout, owner, source.amax_from
-                    uncast = Uncast(parameter, *how, stored_as=stored_as)
-                taken = [known[scheme] for scheme in plan.schemes]
-                source = Given(taken, source.amax_from)
-            if plan.of:
-                copies, amax = cast_local(shard, plan, layout, source, use)
-            else:  # the backward alone casts the weight
-                copies, amax = (), None
-                if is_unsharded and self.history is not None:
-                    amax = scale.amax(shard)
-        if amax is not None and self.history is not None and not torch.compiler.is_compiling():
-            self.history.last, amax = amax, None
-        casts = [None if place is None else copies[place] for place in places]
-        return WeightOperands(casts[0], casts[1] if len(casts) > 1 else uncast, amax)
+            copies, amax = cast_by_state(shard, plan, self.state(parameter, layout), use)
+        casts = [None if place is None else copies[place] for place in plan.places]
+        return WeightOperands(casts[0], casts[-1] if both else None, self._kept_amax(amax))
 
-    def source(self, parameter: torch.Tensor) -> Source:
-        """The source of a parameter's statistics in a forward."""
+    def _stored_operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
+        """:meth:`operands` of a weight that is stored in float8."""
+        stored = self.stored(parameter)
+        assert stored is not None
+        whole = stored.quantized()
+        if not whole.scheme.is_storage or whole.scheme in self.schemes:
+            later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
+            return WeightOperands(whole, later if stored.is_packed else whole)
+        values = operators.dequantize(whole, stored.data.dtype)
+        scales, stored_as = whole.scales, whole.scheme
+        del whole  # its float8 data
+        return self._unsharded_operands(parameter, values, both, scales, stored_as)
+
+    @torch.no_grad()
+    def _unsharded_operands(
+        self,
+        parameter: torch.Tensor,
+        values: torch.Tensor,
+        both: bool,
+        scales: Statistics = (),
+        stored_as: Scheme | None = None,
+    ) -> WeightOperands:
+        """:meth:`operands` of values that no float8 copy may outlive, so that the backward casts
+        them again.
+
+        ``scales``, ``stored_as``: the scales and the scheme of a stored weight with these values.
+        """
+        layout, device = self.layout(parameter), values.device
+        state, plan = self.state(parameter, layout), self.plan(_GEMMS[:1], device).on(layout)
+        if state is None:
+            statistics: Sequence[Statistics] = measured(values, self.schemes, layout)
+        else:
+            statistics = state.statistics(values, CastPlan(self.schemes).on(layout))
+        known = dict(zip(self.schemes, statistics, strict=True))
+        measures = state is not None and state.amax_from == "cast"
+        uncast = None
+        for scheme in self.plan(_GEMMS[1:], device).schemes if both else ():
+            owner = None if scheme in plan.schemes else self  # the forward's was reported
+            uncast = Uncast(
+                parameter,
+                (*scales, *known[scheme]),
+                scheme,
+                layout,
+                owner,
+                measures,
+                stored_as=stored_as,
+            )
+        output = amax = None
+        if plan.of:
+            use = None
+            if is_observed():
+                use = Use((self,), "weight", self.forward_layout(parameter))
+            taken = [known[scheme] for scheme in plan.schemes]
+            (output,), amax = cast_local(values, plan, taken, use, measures=measures)
+        elif self.history is not None:  # the backward alone casts the weight
+            amax = scale.amax(values)
+        if state is not None and state.amax_from == "statistic":
+            amax = statistics[0][0]
+        return WeightOperands(output, uncast, self._kept_amax(amax))
+
+    def _kept_amax(self, amax: torch.Tensor | None) -> torch.Tensor | None:
+        """Keep the amax of a cast in the history; in a graph, return it instead."""
+        if amax is None or self.history is None or torch.compiler.is_compiling():
+            return amax
+        self.history.last = amax
+        return None
+
+    def state(self, parameter: torch.Tensor, layout: Layout | None) -> State | None:
+        """What decides a parameter's statistics in a forward; None: they are measured."""
         if (history := self.history) is not None:
             return history if parameter.requires_grad else history.frozen
-        local, layout = local_tensor(parameter), self.layout(parameter)
         if layout is None or not shared_schemes(self.schemes, layout):
-            return FRESH
+            return None
+        local = local_tensor(parameter)
         weight = local if isinstance(local, KnownWeight) else self.unsharded
         if weight is None:
-            return FRESH
+            return None
         if needs_op():  # the operator redirects to the sharded parameter
             return Known(self, weight)
         return self._known(weight.check(parameter), layout)
 
     def _known(self, weight: KnownWeight, layout: Layout | None) -> Known:
-        """The source of a parameter's statistics in eager code, given its local tensor."""
+        """The state of a parameter's statistics in eager code, given its local tensor."""
         assert layout is not None
         kept = Kept(shared_schemes(self.schemes, layout), layout)
         if weight.has(AS_SHARDED):
@@ -441,25 +488,33 @@ class Float8Weight:
                 weight, kept = sharded.check(self.master()), sharded_kept
         return Known(self, weight, kept)
 
-    def gather_source(self, weight: KnownWeight) -> State:
-        """The source of the statistics of FSDP2's gather, given the sharded local tensor."""
+    def gather_state(self, weight: KnownWeight) -> State:
+        """What decides the statistics of FSDP2's gather, given the sharded local tensor."""
         parameter = self.master()
         if (history := self.history) is not None:
-            source = history if parameter.requires_grad else history.frozen
-            source.is_gather = True
-            return source
+            state = history if parameter.requires_grad else history.frozen
+            state.is_gather = True
+            return state
         return Known(self, weight.check(parameter), self.gather().kept, parameter)
 
-    def look_up(self, request: Request) -> Sequence[Statistics]:
-        """:meth:`Known.read`, called by an operator (Note [Look-ups at run time])."""
-        x, schemes, _, cache, is_gather = request
+    def look_up(
+        self,
+        x: torch.Tensor,
+        schemes: Sequence[Scheme],
+        groups: Sequence[str],
+        cache: Sequence[torch.Tensor],
+        is_gather: bool,
+    ) -> Sequence[Statistics]:
+        """:meth:`Known.recalled`, called by an operator (Note [Look-ups at run time])."""
         if is_gather:
             local = local_tensor(self.master())
             weight = local if isinstance(local, KnownWeight) else KnownWeight(x)
-            return self.gather_source(weight).read(x, schemes, None)
+            state = self.gather_state(weight)
+            assert isinstance(state, Known)  # a history has a handle of its own
+            return state.recalled(x, schemes)
         self.compare("the first forward")
         weight = KnownWeight(x, known=cache[0], valid=cache[1])
-        return self._known(weight, self.layout()).read(x, schemes, None)
+        return self._known(weight, self.layout()).recalled(x, schemes)
 
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.

@@ -19,7 +19,7 @@ that are not noticed.
 
 ``known`` and ``valid`` are tensors, because they are inputs of compiled graphs. One graph serves a
 weight whether its cache is valid or not: an operator reads the cache at run time
-(:mod:`fp8_dist.operand.sources`). A graph that writes to a weight invalidates its cache, too.
+(:mod:`fp8_dist.operand.state`). A graph that writes to a weight invalidates its cache, too.
 
 Views share ``valid``, so that a write to a view is noticed. They have no statistics of their own,
 because the version counters of their plain tensors are separate. Nor do copies and moved tensors.
@@ -43,8 +43,16 @@ from torch.distributed.tensor import DTensor
 from fp8_dist import scaling, torch_internals
 from fp8_dist.device import call_at_replays, current_capture
 from fp8_dist.mesh import Layout
-from fp8_dist.operand.sources import State, measured
-from fp8_dist.scaling import Scheme, Start, Statistics, operators, reduction, shared_schemes
+from fp8_dist.operand.state import State, measured
+from fp8_dist.scaling import (
+    CastPlan,
+    Scheme,
+    Start,
+    Statistics,
+    operators,
+    reduction,
+    shared_schemes,
+)
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import tree_map_only, version_of
 from fp8_dist.weight.wrapper import MOVES, WrapperParameter
@@ -132,7 +140,11 @@ class Known(State):
         self.is_gather = parameter is not None
         self._owner, self._weight, self._kept, self._parameter = owner, weight, kept, parameter
 
-    def read(self, x: Tensor, schemes: Sequence[Scheme], layout: Layout | None) -> list[Statistics]:
+    def read(self, x: Tensor, plan: CastPlan) -> list[Statistics]:
+        return self.recalled(x, plan.schemes)
+
+    def recalled(self, x: Tensor, schemes: Sequence[Scheme]) -> list[Statistics]:
+        """The statistics that are cached, or measured and perhaps cached now; not in graphs."""
         weight, kept, owner = self._weight, self._kept, self._owner
         assert kept is not None
         found = weight.recall(kept, x)

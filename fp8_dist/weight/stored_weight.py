@@ -20,7 +20,7 @@ from fp8_dist.kernels.blocks import fp32_scales
 from fp8_dist.kernels.e2m1 import round_to_e2m1
 from fp8_dist.mesh import Layout, local_tensor, with_local
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import Given, measured
+from fp8_dist.operand.state import measured
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, operators
 from fp8_dist.text import warn_once
 from fp8_dist.weight.decoded import Decoded
@@ -158,7 +158,7 @@ class StoredWeight(NamedTuple):
         local = local_tensor(values).detach().to(local_tensor(self.data).device)
         (whole,) = measured(local, (scheme,), layout, whole=True)
         statistics = whole if layout is None else scheme.local_part(whole, layout)
-        (cast,), _ = cast_local(local, CastPlan((scheme,)), layout, Given([statistics]))
+        (cast,), _ = cast_local(local, CastPlan((scheme,)).on(layout), [statistics])
         (scales,) = scheme.scales_from(whole)
         scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):

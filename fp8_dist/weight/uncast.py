@@ -7,7 +7,6 @@ import torch
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.observers import Owner, Use, is_observed
 from fp8_dist.operand.prepare import cast_local
-from fp8_dist.operand.sources import AmaxFrom, Given
 from fp8_dist.scaling import CastPlan, Quantized, Scheme, Statistics, transposed
 from fp8_dist.scaling.operators import dequantize
 from fp8_dist.weight.known import KnownWeight
@@ -27,7 +26,7 @@ class Uncast(NamedTuple):
         scheme: the scheme of the cast.
         layout: its layout.
         owner: the owner of the cast, for observers; None if they are not notified.
-        amax_from: see :class:`fp8_dist.operand.sources.Source`.
+        measures: see :func:`fp8_dist.operand.prepare.cast_local`.
         transposed_to: the scheme of the transposed view that the GEMM takes; None: the GEMM takes
             the cast itself.
         stored_as: the scheme of a stored weight whose values are cast; None: its data is taken.
@@ -38,7 +37,7 @@ class Uncast(NamedTuple):
     scheme: Scheme
     layout: Layout | None
     owner: Owner | None = None
-    amax_from: AmaxFrom = None
+    measures: bool = False
     transposed_to: Scheme | None = None
     stored_as: Scheme | None = None
 
@@ -49,20 +48,29 @@ class Uncast(NamedTuple):
             depends_on: the gradient. Without it, a graph would cast in the forward and keep the
                 float8 copy.
         """
-        local, plan = KnownWeight.unwrap(local_tensor(self.parameter)), CastPlan((self.scheme,))
-        statistics, quantized = self.statistics, None
+        local, scheme = KnownWeight.unwrap(local_tensor(self.parameter)), self.scheme
+        statistics = self.statistics
         if isinstance(local, StoredFloat8):
-            scheme = self.stored_as or self.scheme
-            at = scheme.start(self.layout), scheme.splits_blocks(self.layout)
-            quantized = Quantized(local.unpacked(scheme, depends_on), statistics[:1], scheme, *at)
-            if self.stored_as is not None:
-                local, statistics = dequantize(quantized, local.dtype), statistics[1:]
-                quantized = None
-        if quantized is None:
-            use = None
-            if self.owner is not None and is_observed():
-                use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
-            how = self.layout, Given([statistics], self.amax_from), use
-            (quantized,), _ = cast_local(local, plan, *how, depends_on=depends_on)
+            held = self.stored_as or scheme
+            position = held.start(self.layout), held.splits_blocks(self.layout)
+            data = local.unpacked(held, depends_on)
+            quantized = Quantized(data, statistics[:1], held, *position)
+            if self.stored_as is None:
+                return self._transposed(quantized)
+            local, statistics = dequantize(quantized, local.dtype), statistics[1:]
+        use = None
+        if self.owner is not None and is_observed():
+            use = Use((self.owner,), "weight", self.owner.forward_layout(self.parameter))
+        (quantized,), _ = cast_local(
+            local,
+            CastPlan((scheme,)).on(self.layout),
+            [statistics],
+            use,
+            measures=self.measures,
+            depends_on=depends_on,
+        )
+        return self._transposed(quantized)
+
+    def _transposed(self, quantized: Quantized) -> Quantized:
         to = self.transposed_to
         return quantized if to is None else transposed(quantized, to)

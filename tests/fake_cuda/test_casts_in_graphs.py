@@ -119,7 +119,7 @@ def casts(
     found = []
     for x, plan in ((a * b, (False,)), (a + b, (False, True))):
         copies = CastPlan((Dense(dtype),), (0,) * len(plan), plan)
-        _, data, _ = operators.cast(x, copies, [(known,)], (0, 0))
+        _, data, _ = operators.cast(x, copies, [(known,)])
         found += data
     return found
 

@@ -21,7 +21,7 @@ from fp8_dist.debug.audit import CommRow, CommTable, _axis_name
 from fp8_dist.debug.collectives import read_collective
 from fp8_dist.kernels.blocks import cast_blocks, quantize_block_copies
 from fp8_dist.kernels.quantization import cast_and_measure, cast_copies, cast_fresh, quantize
-from fp8_dist.operand.sources import QUERIES, look_up
+from fp8_dist.operand.state import QUERIES, look_up
 from fp8_dist.scaling.operators import cast_operator
 
 # The names of ops that are counted: queries of scales, casts, GEMMs, and collectives.

@@ -178,6 +178,6 @@ def test_one_function_casts() -> None:
                 callers |= {(name, cast) for cast in found}
     assert callers == {
         ("fp8_dist.operand.prepare", "cast"),
-        ("fp8_dist.operand.sources", "cast_operator"),
+        ("fp8_dist.operand.state", "cast_operator"),
         ("fp8_dist.fsdp.weight", "cast_each"),
     }

@@ -333,7 +333,7 @@ def test_dequantized_to_bf16(dtype: torch.dtype) -> None:
 
 def test_a_cast_to_high_precision_copies_in_its_operator_alone() -> None:
     x, plan = torch.randn(4, 32).bfloat16(), CastPlan((Unscaled(),))
-    (same,) = cast(x, plan, None, (0, 0))[1]
+    (same,) = cast(x, plan, None)[1]
     assert same is x
     (copy,) = cast_operator.overload(
         x, [], [Unscaled().key], (0, 0), [0], [False], True, False, None
