@@ -24,6 +24,7 @@ from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.quantization import as_matrix
 from fp8_dist.linear.rowwise_folded import folded_gradients
 from fp8_dist.mesh import Layout, Placements
+from fp8_dist.mesh.rules import LinearLayouts
 from fp8_dist.operand import observers
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, record_amaxes
 from fp8_dist.operand.moves import scheme_of_move
@@ -134,35 +135,45 @@ def _gemm(
     gemm: Gemm,
     spec: LinearSpec,
     out_dtype: torch.dtype,
-    layouts: tuple[Layout | None, Layout | None],
-    high: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    layouts: tuple[Layout | None, Layout | None] | None,
+    high: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """Run one of the three GEMMs on local operands ``[..., K]``.
 
     Args:
-        layouts: the operands' layouts, for grad_weight and for observers.
+        layouts: the operands' layouts, for grad_weight and for observers; ``None``: plain tensors.
         high: the operands in high precision, if observers are shown them.
     """
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         assert isinstance(left, torch.Tensor)
         assert isinstance(right, torch.Tensor)
-        a, b = as_matrix(left), as_matrix(right)
-        a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
-        return torch.mm(a, b.to(a.dtype)).to(out_dtype)
-    options = spec.config.gemm_options(gemm)
+        return _gemm_in_high_precision(left, right, gemm).to(out_dtype)
+    left_layout, right_layout = layouts or (None, None)
     if gemm == "grad_weight":
-        left = left.scheme.for_rows(left, layouts[0])
-        right = right.scheme.for_rows(right, layouts[1])
+        left = left.scheme.for_rows(left, left_layout)
+        right = right.scheme.for_rows(right, right_layout)
     elif gemm == "grad_input" and right.scheme.is_recast_for_rows:
         # New blocks that ranks cut need a reduction.
-        layout, blocks = layouts[1], [level.columns or 1 for level in right.scheme.levels]
-        cuts = layout is not None and any(layout.cuts_blocks(0, block) for block in blocks)
-        right = right.scheme.for_rows(right, layout if cuts else None)
-    result = multiply(left, right, (gemm == "grad_weight", gemm == "output"), out_dtype, options)
+        blocks = [level.columns or 1 for level in right.scheme.levels]
+        is_cut = right_layout is not None and any(right_layout.cuts_blocks(0, n) for n in blocks)
+        right = right.scheme.for_rows(right, right_layout if is_cut else None)
+    options = spec.config.gemm_options(gemm)
+    transpose = gemm == "grad_weight", gemm == "output"
+    result = multiply(left, right, transpose, out_dtype, options)
     if observers.is_observed():
-        product = observers.Product(gemm, left, right, result, options, layouts, None, *high)
+        shown = left_layout, right_layout
+        product = observers.Product(gemm, left, right, result, options, shown, None, *(high or ()))
         observers.notify_multiply(spec.weight, product)
     return result
+
+
+def _gemm_in_high_precision(left: torch.Tensor, right: torch.Tensor, gemm: Gemm) -> torch.Tensor:
+    a, b = as_matrix(left), as_matrix(right)
+    if gemm == "grad_weight":
+        a = a.t()
+    if gemm == "output":
+        b = b.t()
+    return torch.mm(a, b.to(a.dtype))
 
 
 def _unflattened(matrix: torch.Tensor, like: Local) -> torch.Tensor:
@@ -265,6 +276,35 @@ def _is_training_pass(node: Any) -> tuple[bool, bool | None]:
     return runs, None if is_leaf else _pass_of(node).begins
 
 
+class _Layouts(NamedTuple):
+    """The layouts of a call whose operands are DTensors.
+
+    Attributes:
+        rules: the placements of all operands and results.
+        input: the layout of the input.
+        gathered: the layout of the input that the GEMMs take.
+        weight: the layout of the weight.
+    """
+
+    rules: LinearLayouts
+    input: Layout
+    gathered: Layout
+    weight: Layout
+
+    @staticmethod
+    def of(input: torch.Tensor, weight: torch.Tensor, fqn: str) -> "_Layouts | None":
+        """The layouts of DTensors; ``None`` for plain tensors."""
+        x, w = Layout.of(input), Layout.of(weight)
+        return None if x is None or w is None else _layouts_of(x, w, fqn)
+
+
+@internals.cached_but_in_graphs
+def _layouts_of(x: Layout, w: Layout, fqn: str) -> _Layouts:
+    rules = mesh.linear_layouts(x.placements, w.placements, len(x.shape), fqn)
+    shape = torch.Size((*x.shape[:-1], w.shape[1]))
+    return _Layouts(rules, x, Layout(x.mesh, rules.input, shape), w)
+
+
 class _LinearFunction(torch.autograd.Function):
     """The GEMMs of :func:`float8_linear`.
 
@@ -281,52 +321,55 @@ class _LinearFunction(torch.autograd.Function):
         parameter: torch.Tensor | None,
         spec: LinearSpec,
     ) -> torch.Tensor:
-        x_layout, w_layout, whole = Layout.of(input), Layout.of(weight), input
-        layouts = gathered = None
-        if x_layout is not None and w_layout is not None:
-            placements = x_layout.placements, w_layout.placements
-            layouts = mesh.linear_layouts(*placements, input.ndim, spec.fqn)
-            whole = _with_features(input, x_layout, weight.shape[1])
-            gathered = x_layout._replace(placements=layouts.input, shape=whole.shape)
-        # Under no_grad ctx.needs_input_grad is still True for tensors that require gradients, so
-        # spec.training decides.
-        needs_input, needs_weight = ctx.needs_input_grad[:2] if spec.training else (False, False)
-        gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
+        layouts = placements = None
+        whole = input
+        if isinstance(input, DTensor):
+            layouts = _Layouts.of(input, weight, spec.fqn)
+        if layouts is not None:
+            placements = layouts.rules.input
+            whole = _with_features(input, layouts.input, weight.shape[1])
+        needs_input = needs_weight = False
+        if spec.training:  # under no_grad needs_input_grad is still True for parameters
+            needs_input, needs_weight = ctx.needs_input_grad[:2]
+
         parameter = weight if parameter is None else parameter
-        w, grad_input_w, w_amax = spec.weight.operands(parameter, needs_input)
-        target, history = layouts and layouts.input, spec.history("input")
-        x, x_amax = prepare(whole, "input", gemms, target, history, spec.weight)
-        amaxes = {"input": x_amax, "weight": w_amax}
-        if isinstance(mesh.local_tensor(input), Float8Tensor):  # cast with the history that it has
-            shared = x_amax if spec.prepared_input is not None and spec.training else None
-            amaxes = {PREPARED_INPUT: shared, "weight": w_amax}
-        recorded = {name: amax for name, amax in amaxes.items() if amax is not None}
-        left_w: Local = mesh.local_tensor(weight) if w is None else w
+        w, later_w, w_amax = spec.weight.operands(parameter, needs_input)
+        gemms: tuple[Gemm, ...] = ("output", "grad_weight") if needs_weight else ("output",)
+        history = spec.history("input")
+        x, x_amax = prepare(whole, "input", gemms, placements, history, spec.weight)
+
+        left, right = x[0], mesh.local_tensor(weight) if w is None else w
+        amaxes: dict[str, torch.Tensor] = {}
+        if x_amax is not None and (name := _name_of_history(input, spec)) is not None:
+            amaxes[name] = x_amax
+        if w_amax is not None:
+            amaxes["weight"] = w_amax
         if spec.training and spec.histories and not any(ctx.needs_input_grad[:3]):
-            left_w = _recorded(left_w, spec.weight, recorded)  # there is no backward
-        left = x[0]
+            right = _recorded(right, spec.weight, amaxes)  # there is no backward
+
         ctx.high = None
         if observers.keeps_operands():
             ctx.high = input.detach(), spec.weight.high_precision(weight)
-        how = spec, input.dtype, (gathered, w_layout), ctx.high or (None, None)
-        product = _gemm(left, left_w, "output", *how)
+        shown = None if layouts is None else (layouts.gathered, layouts.weight)
+        product = _gemm(left, right, "output", spec, input.dtype, shown, ctx.high)
         output = _unflattened(product, input if layouts is None else left)
+
         ctx.set_materialize_grads(False)
-        ctx.spec, ctx.layouts, ctx.x_layout, ctx.w_layout = spec, layouts, x_layout, w_layout
-        ctx.gathered = gathered
+        ctx.spec, ctx.layouts = spec, layouts
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
-        right: Local | Uncast | None = None
-        if needs_input:
-            right = mesh.local_tensor(weight) if grad_input_w is None else grad_input_w
+        ctx.bias_layout = None if bias is None else Layout.of(bias)
+        ctx.names = tuple(amaxes)
         saved_x = x[1] if needs_weight else None
-        saved, ctx.specs = flattened(saved_x, right, *recorded.values())
-        ctx.names = tuple(recorded)
+        saved_w: Local | Uncast | None = None
+        if needs_input:
+            saved_w = mesh.local_tensor(weight) if later_w is None else later_w
+        saved, ctx.specs = flattened(saved_x, saved_w, *amaxes.values())
         ctx.save_for_backward(*saved)
-        ctx.bias_layout = Layout.of(bias)
-        if w_layout is None or layouts is None:
+
+        if layouts is None:
             return output if bias is None else output + bias.to(output.dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        distributed = Layout(w_layout.mesh, layouts.output, shape).wrap(output)
+        distributed = Layout(layouts.weight.mesh, layouts.rules.output, shape).wrap(output)
         return _finished(distributed, bias, spec) if torch.compiler.is_compiling() else distributed
 
     @staticmethod
@@ -341,11 +384,15 @@ class _LinearFunction(torch.autograd.Function):
         records, begins = _is_training_pass(ctx) if spec.histories else (False, None)
         if not (needs_input or needs_weight or records):
             return None, None, grad_bias, None, None
+
         saved, (x_spec, w_spec, *amax_specs) = ctx.saved_tensors, ctx.specs
-        amaxes = {n: amax.operand(saved) for n, amax in zip(ctx.names, amax_specs, strict=True)}
+        amaxes = {}
+        for name, amax_spec in zip(ctx.names, amax_specs, strict=True):
+            amaxes[name] = amax_spec.operand(saved)
         if not (needs_input or needs_weight):
             # Only the bias is trained. (In eager code _FinishOutput adds that of a DTensor output.)
             return None, None, _recorded(grad_bias, spec.weight, amaxes, begins), None, None
+
         # torch.autograd.grad may ask for fewer gradients than the forward saved operands for.
         operands: dict[Gemm, Local] = {}
         if needs_input:
@@ -353,44 +400,67 @@ class _LinearFunction(torch.autograd.Function):
             operands["grad_input"] = w.cast(mesh.local_tensor(grad)) if isinstance(w, Uncast) else w
         if needs_weight:
             operands["grad_weight"] = x_spec.operand(saved)
-        placements = layouts and layouts.grad_output
+        placements = None if layouts is None else layouts.rules.grad_output
         pairs, amax = prepare_gradients(grad, placements, operands, spec)
         if records:
-            amaxes |= {} if amax is None else {"grad_output": amax}
+            if amax is not None:
+                amaxes["grad_output"] = amax
             in_float8 = [gemm for gemm, (_, x) in pairs.items() if isinstance(x, Quantized)]
             gemm = [*in_float8, *pairs][0]
             left, right = pairs[gemm]
             pairs[gemm] = left, _recorded(right, spec.weight, amaxes, begins)
-        grad_input = grad_weight = finish = grad_layout = None
+
+        grad_input = grad_weight = finish = moved = None
         if layouts is not None:
-            grad_layout = ctx.x_layout._replace(placements=placements, shape=grad.shape)
+            moved = layouts.input._replace(placements=placements, shape=grad.shape)
         # The forward may not have been observed. Remove the operands from ctx, which lives as long
         # as the graph.
         (high_input, high_weight), ctx.high = ctx.high or (None, None), None
         if needs_input:
             left, right = pairs["grad_input"]
-            how = spec, ctx.input_dtype, (grad_layout, ctx.w_layout), (grad, high_weight)
-            product = _gemm(left, right, "grad_input", *how)
+            shown = None if layouts is None else (moved, layouts.weight)
+            high = None if high_weight is None else (grad, high_weight)
+            product = _gemm(left, right, "grad_input", spec, ctx.input_dtype, shown, high)
             grad_input = _unflattened(product, grad if layouts is None else left)
             if layouts is not None:
-                grad_input = ctx.x_layout._replace(placements=layouts.grad_input).wrap(grad_input)
-                # If this layer gathered the input, it also reduce-scatters the gradient. An input
-                # that arrived gathered gets a Partial gradient, so that all layers that take it
-                # share one reduction, unless this layer has a ``reduce_transport``.
-                axes = zip(ctx.x_layout.placements, layouts.input, layouts.grad_input, strict=True)
-                transport = spec.reduce_transport
-                target = [p if now == needed and not transport else now for now, needed, p in axes]
-                finish = start_reduction(grad_input, tuple(target), transport)
+                finish = _reduction_of_grad_input(grad_input, layouts, spec.reduce_transport)
         if needs_weight:
             left, right = pairs["grad_weight"]
-            how = spec, ctx.weight_dtype, (grad_layout, ctx.gathered), (grad, high_input)
-            grad_weight = _gemm(left, right, "grad_weight", *how)
+            shown = None if layouts is None else (moved, layouts.gathered)
+            high = None if high_input is None else (grad, high_input)
+            grad_weight = _gemm(left, right, "grad_weight", spec, ctx.weight_dtype, shown, high)
             if layouts is not None:
-                layout = ctx.w_layout._replace(placements=layouts.grad_weight)
+                layout = layouts.weight._replace(placements=layouts.rules.grad_weight)
                 grad_weight = layout.wrap(grad_weight)
         # Finish late, so that the transport overlaps with the GEMM of grad_weight.
         grad_input = grad_input if finish is None else finish()
         return grad_input, grad_weight, grad_bias, None, None
+
+
+def _name_of_history(input: torch.Tensor, spec: LinearSpec) -> str | None:
+    """The name of the history that records the amax of the input; ``None`` if none does."""
+    if not isinstance(mesh.local_tensor(input), Float8Tensor):
+        return "input"
+    # It was cast with the history that it has.
+    return PREPARED_INPUT if spec.prepared_input is not None and spec.training else None
+
+
+def _reduction_of_grad_input(
+    local: torch.Tensor, layouts: _Layouts, transport: Encoding
+) -> Callable[[], torch.Tensor]:
+    """Start to reduce the input's gradient; return what finishes it.
+
+    If this layer gathered the input, it also reduce-scatters the gradient. An input that arrived
+    gathered gets a Partial gradient, so that all layers that take it share one reduction, unless
+    this layer has a ``reduce_transport``.
+    """
+    rules, current = layouts.rules, layouts.input.placements
+    gradient = layouts.input._replace(placements=rules.grad_input).wrap(local)
+    target = []
+    for now, needed, summand in zip(current, rules.input, rules.grad_input, strict=True):
+        is_shared = now == needed and not transport
+        target.append(summand if is_shared else now)
+    return start_reduction(gradient, tuple(target), transport)
 
 
 def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.Tensor:

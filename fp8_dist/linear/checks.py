@@ -1,7 +1,7 @@
 """Checks of a Float8Linear's operands. All ranks check the same facts, so all of them raise."""
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.gemm import needs_alignment
@@ -12,8 +12,8 @@ from fp8_dist.tensor import Float8Tensor
 
 def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Raise ValueError if the input is not on the weight's mesh."""
-    layouts = Layout.of(weight), Layout.of(input)
-    w_mesh, x_mesh = (layout and layout.mesh for layout in layouts)
+    w_mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+    x_mesh = input.device_mesh if isinstance(input, DTensor) else None
     if w_mesh != x_mesh:
         w, x = (f"on the mesh {mesh}" if mesh else "not a DTensor" for mesh in (w_mesh, x_mesh))
         raise ValueError(
@@ -25,25 +25,24 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
 
 def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Raise ValueError if the local input and the local weight differ in their features."""
+    features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
     w_layout, x_layout = Layout.of(weight), Layout.of(input)
-    if w_layout is None or x_layout is None:
+    if features == size or w_layout is None or x_layout is None:
         return
     w_shards, x_shards = _shards(w_layout, 1), _shards(x_layout, input.ndim - 1)
     if None in (w_shards, x_shards) or w_shards != x_shards:
         return  # the input is redistributed before the GEMM
-    features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
-    if features != size and w_shards:
+    if w_shards:
         raise ValueError(
             f"{fqn}: this rank's input has {features} features, but its part of the weight takes "
             f"{size}; give the layer before it a column-parallel style, or this one "
             "input_layouts=Replicate()"
         )
-    if features != size:
-        raise ValueError(
-            f"{fqn}: the input has {features} features, but the layer takes {size}; if they are "
-            "this rank's part, from a column-parallel layer, give this one a row-parallel style "
-            "(Float8RowwiseParallel)"
-        )
+    raise ValueError(
+        f"{fqn}: the input has {features} features, but the layer takes {size}; if they are "
+        "this rank's part, from a column-parallel layer, give this one a row-parallel style "
+        "(Float8RowwiseParallel)"
+    )
 
 
 def _shards(layout: Layout, dim: int) -> list[int] | None:
@@ -90,12 +89,13 @@ def check_alignment(
 
     ``weight`` is ``[out_features, in_features]``, with its placements on a tensor-parallel mesh.
     """
-    layout = Layout.of(weight)
-    if layout is None and not (weight.shape[0] % ALIGNMENT or weight.shape[1] % ALIGNMENT):
+    out_features, in_features = weight.shape
+    is_aligned = not (out_features % ALIGNMENT or in_features % ALIGNMENT)
+    if is_aligned and not isinstance(weight, DTensor):
         return
-    if takes_any_size(config) or not needs_alignment(device, config.emulate):
+    if not needs_alignment(device, config.emulate) or takes_any_size(config):
         return
-    bad = []
+    layout, bad = Layout.of(weight), []
     for dim, name in enumerate(("out_features", "in_features")):
         sizes = {weight.shape[dim]} if layout is None else layout.local_sizes(dim)
         if any(n % ALIGNMENT for n in sizes):

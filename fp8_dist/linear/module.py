@@ -177,7 +177,8 @@ class Float8Linear(nn.Linear):
                 forward-mode differentiation is active, torch.jit.trace runs, or a layer with
                 DELAYED scales is exported or captured in a CUDA graph.
         """
-        check_layout(self.fqn, input)
+        if input.is_nested or input.layout is not torch.strided:
+            check_layout(self.fqn, input)
         # Read it once: each access may run a parametrization, or a gather (SimpleFSDP).
         declared, weight = self.local_placements, self.weight
         if declared is None:
@@ -202,9 +203,9 @@ class Float8Linear(nn.Linear):
 
         ``parameter`` is the layer's weight, not wrapped.
         """
-        dtype, plain = input.dtype, not isinstance(input, DTensor)
-        if not dtype.is_floating_point:
-            raise TypeError(f"{self.fqn}: the input must be floating point, got {dtype}")
+        plain = not isinstance(input, DTensor)
+        if not input.dtype.is_floating_point:
+            raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
         # If a DTensor was made from uneven local tensors, its shape is only torch's guess.
         if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
             raise ValueError(
@@ -225,7 +226,8 @@ class Float8Linear(nn.Linear):
             checks.check_mesh(weight, input, self.fqn)
             if not (self.float8_weight.is_compared or compiling):
                 self.float8_weight.compare("the first forward")
-        checks.check_summed_in_fp32(input, transport, self.fqn)
+        if transport is not None:
+            checks.check_summed_in_fp32(input, transport, self.fqn)
         if not compiling:
             checks.check_alignment(self.config, parameter, input.device, self.fqn)
             if not plain:
@@ -236,9 +238,19 @@ class Float8Linear(nn.Linear):
         if isinstance(local, Float8Tensor):
             checks.check_prepared(self.config, local, self.fqn)
         else:
-            input = reduced(autocast(input))
-        settings = self.config, self.output_placements, fqn, self.histories, self.float8_weight
-        spec = LinearSpec(*settings, torch.is_grad_enabled(), self.prepared_input, transport)
+            input = autocast(input)
+            if not plain:
+                input = reduced(input)
+        spec = LinearSpec(
+            config=self.config,
+            output_placements=self.output_placements,
+            fqn=fqn,
+            histories=self.histories,
+            weight=self.float8_weight,
+            training=torch.is_grad_enabled(),
+            prepared_input=self.prepared_input,
+            reduce_transport=transport,
+        )
         return float8_linear(input, weight, bias, parameter, spec)
 
     def extra_repr(self) -> str:

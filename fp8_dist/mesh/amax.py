@@ -58,6 +58,8 @@ def groups_over(
 
     Collectives: none.
     """
+    if len(axes) == 1 and mesh.size(axes[0]) > 1:
+        return (str(mesh.get_group(axes[0]).group_name),)
     axes = [axis for axis in axes if mesh.size(axis) > 1]
     if len(axes) > 1:
         for spanned in ({*axes, *replicated}, axes):

@@ -278,7 +278,9 @@ def taken(whole: torch.Tensor, pieces: Sequence[Pieces]) -> torch.Tensor:
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
     """All-reduce a tensor in high precision over each axis on which it is Partial."""
-    if not isinstance(tensor, DTensor) or not any(p.is_partial() for p in tensor.placements):
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if True not in [p.is_partial() for p in tensor.placements]:
         return tensor
     placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
     return tensor.redistribute(placements=placements)

@@ -34,7 +34,9 @@ def flattened(*operands: Any) -> tuple[list[torch.Tensor], list[SavedOperand | N
             specs.append(SavedOperand((_place(operand, flat),), None, ()))
         else:
             first, others, *rest = operand
-            places = [_place(tensor, flat) for tensor in (first, *others)]
+            places = [_place(first, flat)]
+            for tensor in others:
+                places.append(_place(tensor, flat))
             specs.append(SavedOperand(tuple(places), type(operand), tuple(rest)))
     return flat, specs
 

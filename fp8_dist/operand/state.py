@@ -53,7 +53,10 @@ def measured(
     pairs = zip(schemes, local, strict=True)
     if whole:
         return reduction.global_statistics([(*pair, layout) for pair in pairs])
-    return [reduction.reduced_statistics(*pair, layout) for pair in pairs]
+    statistics = []
+    for scheme, own in pairs:
+        statistics.append(reduction.reduced_statistics(scheme, own, layout))
+    return statistics
 
 
 class State:

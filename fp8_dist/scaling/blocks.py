@@ -324,7 +324,10 @@ class Fp32Blocks(BlockScheme):
 def matrix_operand(operand: Quantized) -> Quantized:
     """Reshape an operand ``[..., K]`` to a matrix ``[M, K]``."""
     qdata = operand.qdata
-    if qdata.ndim == 2 and all(scale.ndim <= 2 for scale in operand.scales):  # no level is finer
+    is_matrix = qdata.ndim == 2
+    for scale in operand.scales:  # those of a transposed copy have the dims of the tensor
+        is_matrix = is_matrix and scale.ndim <= 2
+    if is_matrix:
         return operand
     scales = []
     for level, scale in zip(operand.scheme.levels, operand.scales, strict=True):
@@ -341,10 +344,15 @@ def transposed(operand: Quantized, scheme: Scheme | None = None) -> Quantized:
 
     ``scheme``: the scheme of the result; by default the transposed scheme of the operand.
     """
-    qdata, scales, old_scheme, start, splits_blocks = operand
-    scales = tuple([scale.mT if scale.ndim else scale for scale in scales])
+    scales: Scales = ()
+    for scale in operand.scales:
+        scales += (scale.mT if scale.ndim else scale,)
     return Quantized(
-        qdata.mT, scales, scheme or old_scheme.transposed_scheme, start[::-1], splits_blocks
+        operand.qdata.mT,
+        scales,
+        scheme or operand.scheme.transposed_scheme,
+        operand.start[::-1],
+        operand.splits_blocks,
     )
 
 

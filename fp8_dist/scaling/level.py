@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,16 +37,17 @@ class Level:
     statistic: torch.dtype = torch.float32
     scale: torch.dtype = torch.float32
 
+    is_scalar: ClassVar[bool]  # whether one 0-dim scale covers the whole tensor
+
+    def __post_init__(self) -> None:
+        covers_all = self.rows is None and self.columns is None and self.leading is None
+        object.__setattr__(self, "is_scalar", covers_all)
+
     def block(self, dim: int, ndim: int) -> int | None:
         """The size of a block along a dim of a tensor, or ``None`` for the whole dim."""
         if dim == ndim - 1:
             return self.columns
         return self.rows if dim == ndim - 2 else self.leading
-
-    @property
-    def is_scalar(self) -> bool:
-        """Whether one 0-dim scale covers the whole tensor."""
-        return self.rows is None and self.columns is None and self.leading is None
 
     @property
     def has_blocks(self) -> bool:

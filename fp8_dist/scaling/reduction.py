@@ -11,6 +11,7 @@ from fp8_dist import mesh
 from fp8_dist.mesh import GroupNames, Layout, Pieces
 from fp8_dist.scaling.level import Level, Start
 from fp8_dist.scaling.scheme import Scheme, Statistics
+from fp8_dist.torch_internals import cached_but_in_graphs
 
 
 class Placed(NamedTuple):
@@ -102,6 +103,8 @@ def reduced_statistics(scheme: Scheme, local: Statistics, layout: Layout | None)
     """
     if layout is None or not (groups := reduction_groups(scheme, layout)):
         return local
+    if scheme.is_scalar and len(local) == 1:
+        return (mesh.all_reduce_max(local[0], groups),)
     axes = scheme.axes(layout)
     union = sorted({axis for over in axes for axis in over})
     sent = [i for i, over in enumerate(axes) if over]
@@ -149,11 +152,18 @@ def global_statistics(
 
 def reduction_groups(scheme: Scheme, layout: Layout | None) -> GroupNames:
     """The groups over which the statistics of a tensor are reduced."""
-    over = sorted({axis for axes in scheme.axes(layout) for axis in axes})
-    if layout is None or not over:
+    if layout is None:
         return ()
+    over, replicated = _reduced_axes(scheme, layout)
+    return mesh.groups_over(layout.mesh, over, replicated) if over else ()
+
+
+@cached_but_in_graphs
+def _reduced_axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The axes over which statistics are reduced, and those along which they are the same."""
+    over = {axis for axes in scheme.axes(layout) for axis in axes}
     replicated = [i for i, p in enumerate(layout.placements) if p.is_replicate()]
-    return mesh.groups_over(layout.mesh, over, replicated)
+    return tuple(sorted(over)), tuple(replicated)
 
 
 def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:

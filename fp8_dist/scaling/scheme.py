@@ -129,6 +129,7 @@ class Scheme:
         key: the name of the scheme in operators, flattened tensors and files (see
             :func:`scheme_named`).
         levels: the levels of scales, the coarsest first.
+        is_scalar: whether all scales cover the whole tensor, so that none belongs to a part of it.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -139,6 +140,7 @@ class Scheme:
     packed_dtype: ClassVar[torch.dtype | None] = None
     key: ClassVar[str]
     levels: ClassVar[tuple[Level, ...]]
+    is_scalar: ClassVar[bool]
 
     def __post_init__(self) -> None:
         if not torch.compiler.is_compiling() and "family" not in type(self).__dict__:
@@ -149,7 +151,9 @@ class Scheme:
         values = [f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self)]
         # Attributes, because dynamo does not trace a cached_property.
         object.__setattr__(self, "key", f"{self.family}({', '.join(values)})")
-        object.__setattr__(self, "levels", self.make_levels())
+        levels = self.make_levels()
+        object.__setattr__(self, "levels", levels)
+        object.__setattr__(self, "is_scalar", all(level.is_scalar for level in levels))
         if not torch.compiler.is_compiling() and _FAMILIES[self.family] is type(self):
             _BY_KEY.setdefault(self.key, self)
 
@@ -312,7 +316,7 @@ class Scheme:
 
         ``gathered``: the layout of the weight after the gather; ``None``: no axis shards it then.
         """
-        if layout is None or all(level.is_scalar for level in self.levels):
+        if layout is None or self.is_scalar:
             return ()
         dims, ndim = _gathered_dims(layout, gathered), len(layout.shape)
         divided = [[lv.block(dim, ndim) is not None for dim in dims] for lv in self.levels]

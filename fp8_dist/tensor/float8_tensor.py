@@ -78,19 +78,13 @@ class Float8Tensor(TensorSubclass):
             scheme = _scheme_from(qdata, scales[0])
         elif isinstance(scheme, str):
             scheme = scheme_named(scheme)
-        needed, dtypes = [level.scale for level in scheme.levels], [s.dtype for s in scales]
-        if dtypes != needed or not orig_dtype.is_floating_point:
-            raise TypeError(
-                f"Float8Tensor: scales must be {needed} for one scale per {scheme.covers}, and "
-                f"orig_dtype floating point, got {dtypes} and {orig_dtype}"
-            )
-        shapes = scheme.scale_shapes(qdata.shape, start)
-        if [list(scale.shape) for scale in scales] != shapes:
-            shown = [tuple(scale.shape) for scale in scales]
-            raise ValueError(
-                f"Float8Tensor: scales of the shapes {shown} do not cover qdata of shape "
-                f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be {shapes}"
-            )
+        if not orig_dtype.is_floating_point or len(scales) != len(scheme.levels):
+            raise _wrong_dtypes(scheme, scales, orig_dtype)
+        for level, scale in zip(scheme.levels, scales, strict=True):
+            if scale.dtype is not level.scale:
+                raise _wrong_dtypes(scheme, scales, orig_dtype)
+            if list(scale.shape) != level.shape(qdata.shape, start):
+                raise _wrong_shapes(scheme, scales, qdata, start)
         self = make_wrapper(cls, qdata, orig_dtype)
         self.qdata, self.orig_dtype, self.origin = qdata, orig_dtype, origin
         self.key, self.start, self.splits_blocks = scheme.key, start, splits_blocks
@@ -180,9 +174,9 @@ class Float8Tensor(TensorSubclass):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Other types (DTensor, a collective's result in flight) handle the operator first.
-        known = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
-        if not all(t in known or issubclass(t, STAND_INS) for t in types):
-            return NotImplemented
+        for kind in types:
+            if kind not in _OWN_TYPES and not issubclass(kind, STAND_INS):
+                return NotImplemented
         if (handler := FLOAT8_OPS.get(func)) is None:
             # Under inference_mode, composite operators arrive here without being decomposed.
             result = func.decompose(*args, **(kwargs or {}))
@@ -194,6 +188,26 @@ class Float8Tensor(TensorSubclass):
             raise NotImplementedError(f"{func} is not supported on a Float8Tensor; {remedy}")
         return handler(func, args, kwargs or {})
 
+
+def _wrong_dtypes(scheme: Scheme, scales: Scales, orig_dtype: torch.dtype) -> TypeError:
+    needed = [level.scale for level in scheme.levels]
+    dtypes = [scale.dtype for scale in scales]
+    return TypeError(
+        f"Float8Tensor: scales must be {needed} for one scale per {scheme.covers}, and "
+        f"orig_dtype floating point, got {dtypes} and {orig_dtype}"
+    )
+
+
+def _wrong_shapes(scheme: Scheme, scales: Scales, qdata: torch.Tensor, start: Start) -> ValueError:
+    shown = [tuple(scale.shape) for scale in scales]
+    return ValueError(
+        f"Float8Tensor: scales of the shapes {shown} do not cover qdata of shape "
+        f"{tuple(qdata.shape)} with one scale per {scheme.covers}; they must be "
+        f"{scheme.scale_shapes(qdata.shape, start)}"
+    )
+
+
+_OWN_TYPES = (torch.Tensor, torch.nn.Parameter, Float8Tensor)
 
 # Names of the scales as attributes, by level.
 _SCALES = ("scale", *(f"scale_{i}" for i in range(1, 8)))

@@ -58,6 +58,10 @@ def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     moved = func(x.qdata, *rest, **kwargs)
     if func in (aten.alias.default, aten.clone.default, aten.detach.default):
         return x.rewrap(qdata=moved, scale=tuple([func(scale) for scale in x.scales]))
+    if x.scheme.is_scalar:
+        if isinstance(moved, torch.Tensor):
+            return x.rewrap(qdata=moved)
+        return [x.rewrap(qdata=part) for part in moved]
     if func in _PARTS and any(level.has_blocks for level in x.scheme.levels):
         return _parts_in_blocks(func, x, moved, rest, kwargs)
     if (transposed := _transposed_scheme(func, x, rest)) is not None:
@@ -114,7 +118,10 @@ def _fixed_dims(level: Level, ndim: int) -> tuple[int, ...]:
 
 def _moving_levels(x: Float8Tensor) -> list[tuple[Level, torch.Tensor]]:
     """The levels whose scales cover parts of the tensor, with these scales."""
-    pairs = zip(x.scheme.levels, x.scales, strict=True)
+    scheme = x.scheme
+    if scheme.is_scalar:
+        return []
+    pairs = zip(scheme.levels, x.scales, strict=True)
     return [(level, scale) for level, scale in pairs if not level.is_scalar]
 
 
