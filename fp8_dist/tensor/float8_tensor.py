@@ -220,7 +220,10 @@ def quantized_as(x: Float8Tensor, scheme: Scheme) -> Quantized:
 
 def scales_of(x: Float8Tensor) -> Scales:
     """``x.scales``, as a function because dynamo does not trace the property."""
-    return tuple([getattr(x, name) for name in _SCALES[: x._levels]])
+    scales: Scales = (x.scale,)
+    for name in _SCALES[1 : x._levels]:
+        scales += (getattr(x, name),)
+    return scales
 
 
 def _scheme_from(qdata: torch.Tensor, scale: torch.Tensor) -> Scheme:

@@ -394,8 +394,12 @@ class Float8Weight:
         use = Use((self,), "weight", layout) if is_observed() else None
         with torch.no_grad():
             copies, amax = cast_by_state(shard, plan, self.state(parameter, layout), use)
-        casts = [None if place is None else copies[place] for place in plan.places]
-        return WeightOperands(casts[0], casts[-1] if both else None, self._kept_amax(amax))
+        if amax is not None:
+            amax = self._kept_amax(amax)
+        first, last = plan.places[0], plan.places[-1]
+        output = None if first is None else copies[first]
+        grad_input = None if last is None or not both else copies[last]
+        return WeightOperands(output, grad_input, amax)
 
     def _stored_operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
         """:meth:`operands` of a weight that is stored in float8."""
@@ -642,7 +646,7 @@ class Float8Weight:
 
 def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
     """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it."""
-    if [scheme.key for scheme in schemes] != [weight.key]:
+    if len(schemes) > 1 or schemes[0].key != weight.key:
         wanted = " and ".join([scheme.described for scheme in schemes])
         raise ValueError(
             f"{fqn}: FSDP2 gathered the weight as {weight.scheme.described} for another layer that "
