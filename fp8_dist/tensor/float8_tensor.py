@@ -124,9 +124,16 @@ class Float8Tensor(TensorSubclass):
 
     def rewrap(self, **changes: Any) -> "Float8Tensor":
         """Return a new Float8Tensor with the arguments of this one, except for those given."""
-        _, arguments = self.__tensor_flatten__()
-        arguments |= {"qdata": self.qdata, "scale": scales_of(self), "origin": self.origin}
-        arguments["local_amax"] = self.local_amax
+        arguments = {
+            "qdata": self.qdata,
+            "scale": scales_of(self),
+            "orig_dtype": self.orig_dtype,
+            "scheme": self.key,
+            "origin": self.origin,
+            "start": self.start,
+            "splits_blocks": self.splits_blocks,
+            "local_amax": self.local_amax,
+        }
         return Float8Tensor(**(arguments | changes))
 
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]

@@ -219,24 +219,30 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Float8Tens
     first = tensors[0]
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % first.ndim
     _check_are_float8(func, tensors)
-    for x in tensors:
+    origin = first.origin
+    amaxes = {first.local_amax}  # of parts of one tensor: one
+    for x in tensors[1:]:
         _check_same_kind("torch.cat", first, x)
-        if any(x.start[d] != first.start[d] for d in (-2, -1) if d != dim - x.ndim):
+        starts_alike = [x.start[d] == first.start[d] for d in (-2, -1) if d != dim - x.ndim]
+        if False in starts_alike:
             raise _refusal(func, x)
-    scales: list[torch.Tensor] = []
+        if x.origin is not origin:
+            origin = None
+        amaxes.add(x.local_amax)
+    scales: Scales = ()
     for i, level in enumerate(first.scheme.levels):
-        parts, block = [x.scales[i] for x in tensors], level.block(dim, first.ndim)
+        parts = [x.scales[i] for x in tensors]
+        block = level.block(dim, first.ndim)
         if block is None:
-            scales.append(_common_scale(parts))
+            scales += (_common_scale(parts),)
         else:
             if block > 1:
                 _check_whole_blocks(func, tensors, dim, block)
-            scales.append(func(parts, dim))
+            scales += (func(parts, dim),)
     qdata = func([_as_sent(x, x.qdata) for x in tensors], dim).view(first.qdata.dtype)
-    origin = first.origin if all(x.origin is first.origin for x in tensors) else None
-    amaxes = [*{x.local_amax for x in tensors if x.local_amax is not None}]  # of equal parts: one
-    amax = torch.stack(amaxes).amax() if len(amaxes) > 1 else first.local_amax
-    return first.rewrap(qdata=qdata, scale=tuple(scales), origin=origin, local_amax=amax)
+    known = [amax for amax in amaxes if amax is not None]
+    amax = torch.stack(known).amax() if len(known) > 1 else first.local_amax
+    return first.rewrap(qdata=qdata, scale=scales, origin=origin, local_amax=amax)
 
 
 def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block: int) -> None:
@@ -249,6 +255,8 @@ def _check_whole_blocks(func: Any, tensors: list[Float8Tensor], dim: int, block:
 
 
 def _check_same_kind(name: str, x: Float8Tensor, y: Float8Tensor) -> None:
+    if x.key == y.key:  # a key has the dtype
+        return
     if (x.qdata.dtype, x.scheme.levels) != (y.qdata.dtype, y.scheme.levels):
         kinds = [f"{z.qdata.dtype} with one scale per {z.scheme.covers}" for z in (x, y)]
         raise ValueError(f"{name} of {' and '.join(kinds)}; .dequantize() them")
@@ -261,12 +269,13 @@ def _common_scale(scales: list[torch.Tensor]) -> torch.Tensor:
     first = scales[0]
     # Chunks of one tensor share its scale object, so no values are compared and there is no sync.
     # Otherwise bits are compared, because a NaN is not equal to itself.
-    bits = first.view(_BITS[first.itemsize])
-    if not all(s is first or torch.equal(s.view(bits.dtype), bits) for s in scales):
-        raise ValueError(
-            "float8 tensors that were cast with different scales can't be put together; "
-            "dequantize() them, or cast them together"
-        )
+    for scale in scales:
+        dtype = _BITS[first.itemsize]
+        if scale is not first and not torch.equal(scale.view(dtype), first.view(dtype)):
+            raise ValueError(
+                "float8 tensors that were cast with different scales can't be put together; "
+                "dequantize() them, or cast them together"
+            )
     return first
 
 
