@@ -41,11 +41,14 @@ from torch import Tensor
 
 from fp8_dist.kernels.blocks import NAN_EXPONENT, dequantize_blocks
 from fp8_dist.kernels.gemm import apply_scales, block_scaled_mm, scaled_mm
+from fp8_dist.kernels.quantization import cast_copies, cast_fresh, quantize
 from fp8_dist.kernels.scale import EPS, Scaling, amax, magnitudes, scaling_from_amax
 from fp8_dist.torch_internals import has_bf16_instructions
 
 _FP32 = Struct("f")
+_scalar = partial(torch.scalar_tensor, dtype=torch.float32, device="cpu")
 _UNUSED = {d: torch.zeros((), dtype=d, device="cpu") for d in (torch.bfloat16, torch.float32)}
+_SUBNORMAL = 5e-324
 _FP32_MAX = torch.finfo(torch.float32).max
 
 # Decided once, so that equal operands give equal bits.
@@ -72,7 +75,9 @@ def upcast(qdata: Tensor, dtype: torch.dtype, is_finite: bool = False) -> Tensor
         # bfloat16() costs less than to(), and bf16 is the most frequent dtype.
         return qdata.bfloat16() if dtype is torch.bfloat16 else qdata.to(dtype)
     shift, exponent, last_finite = _FORMATS.get(qdata.dtype, (0, 0, 0))
-    if not shift or _flushes() or not (is_finite or _is_finite(qdata, last_finite)):
+    # Python flushes them where torch does, in this thread.
+    flushes_subnormal_numbers = _SUBNORMAL * 1.0 == 0.0
+    if not shift or flushes_subnormal_numbers or not (is_finite or _is_finite(qdata, last_finite)):
         # Through bf16, as below, so that both paths give a NaN the same bits.
         return qdata.bfloat16().to(dtype)
     # The conversion from int8 to int16 repeats the sign in all upper bits, so it is already in
@@ -89,11 +94,6 @@ def _is_finite(qdata: Tensor, last: int) -> bool:
     # Among signed bytes the positive values are the largest, among unsigned ones the negative ones.
     largest = qdata.view(torch.int8).max().item(), qdata.view(torch.uint8).max().item()
     return largest[0] <= last and largest[1] <= 0x80 + last
-
-
-def _flushes(tiny: float = 5e-324) -> bool:
-    """Return whether this thread flushes subnormal numbers to zero, in Python as in torch."""
-    return tiny * 1.0 == 0.0
 
 
 def _amax(x: Tensor, dims: Sequence[int] | None = None) -> Tensor:
@@ -118,10 +118,6 @@ def _scaling_from_amax(
     # equals rounding once, because fp64 has more than twice the bits.
     (m,) = _FP32.unpack(_FP32.pack(1 / max(amax.item(), EPS) * torch.finfo(dtype).max))
     return _scalar(m), _scalar(1 / m if m else math.inf)
-
-
-def _scalar(number: float) -> Tensor:
-    return torch.scalar_tensor(number, dtype=torch.float32, device="cpu")
 
 
 def _dequantize(x: Tensor, scales: Tensor, blocks: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -220,7 +216,12 @@ def _without_nan_lines(
     return values.masked_fill(lines, 0), lines
 
 
+# Operators within operators are called as plain functions, which takes less time.
+_cast_copies = partial(cast_copies.portable, scaling=_scaling_from_amax, cast=quantize.portable)
+
 amax.register("cpu", _amax)
+cast_copies.register("cpu", _cast_copies)
+cast_fresh.register("cpu", partial(cast_fresh.portable, measure=_amax, cast=_cast_copies))
 scaling_from_amax.register("cpu", _scaling_from_amax)
 dequantize_blocks.register("cpu", _dequantize)
 scaled_mm.register("cpu", partial(scaled_mm.portable, emulated=_emulated))

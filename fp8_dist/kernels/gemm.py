@@ -100,7 +100,8 @@ def scaled_mm(
         ValueError: a scale varies along K, or the device does not support the dims or the dtypes.
     """
     use_fast_accum, pad_inner_dim, emulate, any_order = options
-    _check_scales(a, b, scale_a, scale_b)
+    if scale_a.ndim or scale_b.ndim:
+        _check_scales(a, b, scale_a, scale_b)
     rows, columns = a.shape[0], b.shape[1]
     if not min(*a.shape, *b.shape):
         return torch.zeros(rows, columns, dtype=out_dtype, device=a.device)
@@ -113,7 +114,8 @@ def scaled_mm(
         out = _native(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     else:
         # Autocast would narrow the wider type. If it is off, disabling it again would cost time.
-        a, b = trimmed_to_same_depth(a, b)
+        if a.shape[1] != b.shape[0]:
+            a, b = trimmed_to_same_depth(a, b)
         autocast = torch.is_autocast_enabled(a.device.type)
         with torch.autocast(a.device.type, enabled=False) if autocast else nullcontext():
             out = emulated(a, b, scale_a, scale_b, out_dtype, any_order)

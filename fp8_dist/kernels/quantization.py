@@ -11,13 +11,13 @@ Two lists specify the copies. ``of[i]`` is the index of the amax that copy i is 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from fp8_dist.kernels.custom_op import custom_op
-from fp8_dist.kernels.scale import INTEGERS, amax, scaling_from_amax
+from fp8_dist.kernels.scale import INTEGERS, Scaling, amax, scaling_from_amax
 
 Tensors = list[Tensor]
 
@@ -108,7 +108,10 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.flatten(0, -2) if x.ndim > 2 else x.reshape(1, -1)
 
 
-@custom_op()
+@custom_op(
+    "cast_copies(Tensor x, Tensor[] amaxes, ScalarType dtype, bool round_scales_to_power_of_2, "
+    "int[] of, bool[] transposed, *, bool saturate=False) -> Tensor[]"
+)
 def cast_copies(
     x: Tensor,
     amaxes: Sequence[Tensor],
@@ -118,22 +121,33 @@ def cast_copies(
     transposed: Sequence[bool],
     *,
     saturate: bool = False,
+    scaling: Callable[..., Scaling] = scaling_from_amax,
+    cast: Callable[..., Tensor] = quantize,
 ) -> Tensors:
     """Compute scales from amaxes, and cast copies with them.
 
     Args:
         saturate: values of ``x`` may exceed the amax that covers them.
+        scaling: computes :func:`scaling_from_amax`. It is no argument of the operator.
+        cast: computes :func:`quantize`. It is no argument of the operator.
 
     Returns:
         The scale of each amax, followed by the copies.
     """
-    scalings = [scaling_from_amax(value, dtype, round_scales_to_power_of_2) for value in amaxes]
-    data = {i: quantize(x, scalings[i][0], dtype, saturate=saturate) for i in dict.fromkeys(of)}
-    copies = [
-        transposed_copy(as_matrix(data[i])) if is_transposed else data[i]
-        for i, is_transposed in zip(of, transposed, strict=True)
-    ]
-    return [scale for _, scale in scalings] + copies
+    multipliers: Tensors = []
+    results: Tensors = []
+    for value in amaxes:
+        multiplier, scale = scaling(value, dtype, round_scales_to_power_of_2)
+        multipliers.append(multiplier)
+        results.append(scale)
+
+    cast_with: dict[int, Tensor] = {}
+    for i, is_transposed in zip(of, transposed, strict=True):
+        if i not in cast_with:
+            cast_with[i] = cast(x, multipliers[i], dtype, saturate=saturate)
+        qdata = cast_with[i]
+        results.append(transposed_copy(as_matrix(qdata)) if is_transposed else qdata)
+    return results
 
 
 def fusible_copies(
@@ -199,22 +213,32 @@ def cast_tensors(
     return data, scales
 
 
-@custom_op()
+@custom_op(
+    "cast_fresh(Tensor x, ScalarType dtype, bool round_scales_to_power_of_2, bool[] transposed, "
+    "bool by_row=False) -> Tensor[]"
+)
 def cast_fresh(
     x: Tensor,
     dtype: torch.dtype,
     round_scales_to_power_of_2: bool,
     transposed: Sequence[bool],
     by_row: bool = False,
+    *,
+    measure: Callable[..., Tensor] = amax,
+    cast: Callable[..., Tensors] = cast_copies,
 ) -> Tensors:
     """Measure a local tensor, and cast copies with one scale, or with one scale per row.
+
+    Args:
+        measure: computes :func:`fp8_dist.kernels.scale.amax`. It is no argument of the operator.
+        cast: computes :func:`cast_copies`. It is no argument of the operator.
 
     Returns:
         The amaxes, their scales, and the copies.
     """
-    own = amax(x, (x.ndim - 1,) if by_row else None)
+    own = measure(x, (x.ndim - 1,) if by_row else None)
     of = [0] * len(transposed)
-    return [own, *cast_copies(x, [own], dtype, round_scales_to_power_of_2, of, transposed)]
+    return [own, *cast(x, [own], dtype, round_scales_to_power_of_2, of, transposed)]
 
 
 @custom_op()

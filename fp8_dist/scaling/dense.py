@@ -144,7 +144,7 @@ class Dense(Scheme):
         transposed: Sequence[bool],
         saturate: bool = True,
     ) -> tuple[Statistics, Scales, list[Tensor]]:
-        if statistics is None and self.per in ("tensor", "row") and fuses_casts(x):
+        if statistics is None and self.per in ("tensor", "row"):
             fresh = self.dtype, self.power_of_2, transposed, self.per == "row"
             value, scale, *data = quantization.cast_fresh(x, *fresh)
             return (value,), (scale,), data

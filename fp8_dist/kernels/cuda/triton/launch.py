@@ -40,7 +40,7 @@ Matrix = tuple[torch.Tensor, int, int, int, int]
 
 
 def fused(
-    op: CustomOp[_P, _R], takes: Callable[..., bool]
+    op: CustomOp[..., _R], takes: Callable[..., bool]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Decorate a function as the implementation of an operator on CUDA devices.
 
