@@ -312,9 +312,10 @@ def set_dtensor_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def in_forward_ad() -> bool:
-    """Whether a level of forward-mode differentiation is active."""
-    return forward_ad._current_level >= 0
+def may_be_transformed() -> bool:
+    """Whether forward-mode differentiation, a transform of torch.func, or jit.trace is active."""
+    in_forward_ad = forward_ad._current_level >= 0
+    return in_forward_ad or has_functorch_transforms() or torch.jit.is_tracing()
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, wrong_type
 from fp8_dist.torch_internals import (
     has_functorch_transforms,
-    in_forward_ad,
+    may_be_transformed,
     recorded_as_operators_are,
 )
 
@@ -104,14 +104,14 @@ def check_layout(name: str, tensor: torch.Tensor) -> None:
 
 def check_transforms(name: str, *tensors: torch.Tensor | None) -> None:
     """Raise NotImplementedError in torch.func's transforms, for tangents, or in jit.trace."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not may_be_transformed():
         return
     if torch.jit.is_tracing():
         raise NotImplementedError(
             f"{name}: torch.jit.trace would record the kernels of one call as constants; use "
             "torch.export (torch.onnx.export with dynamo=True), or torch.compile"
         )
-    has_tangents = in_forward_ad() and any(
+    has_tangents = any(
         tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None
         for tensor in tensors
     )

@@ -20,7 +20,7 @@ from fp8_dist.operand.observers import Original, Owner, Use
 from fp8_dist.operand.state import State, look_up_in_op, measured
 from fp8_dist.recipe import Gemm, Operand
 from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme, Statistics
-from fp8_dist.scaling.operators import cast
+from fp8_dist.scaling.operators import cast, cast_in_graph
 from fp8_dist.tensor import Float8Tensor, quantized_as
 
 # The float8 copies of a local tensor, in the order of their plan.
@@ -47,7 +47,7 @@ def cast_local(
         use: the operand that the cast makes, for observers; ``None``: they are not notified.
         measures: also measure the tensor, for an amax history. The scale is NaN if the tensor has
             a value that is not finite.
-        depends_on: see :func:`fp8_dist.scaling.operators.cast`.
+        depends_on: see :func:`fp8_dist.scaling.operators.cast_in_graph`.
 
     Returns:
         The copies; and, if the cast ``measures``, the local amax, fp32, 0-dim.
@@ -61,9 +61,11 @@ def cast_local(
             # reduction of the other.
             return _cast_each(x, plan, use), None
         statistics = measured(x, plan.schemes, plan.layout)
-    scales, data, amax = cast(
-        x, plan, statistics, saturate=saturate, measures=measures, depends_on=depends_on
-    )
+    if torch.compiler.is_compiling():
+        found = cast_in_graph(x, plan, statistics, saturate, measures, depends_on)
+    else:
+        found = cast(x, plan, statistics, saturate, measures)
+    scales, data, amax = found
     copies = _copies(plan, scales, data)
     if use is not None:
         observers.notify_cast(use, x, plan.layout, copies)

@@ -36,31 +36,19 @@ def measure(x: Tensor, schemes: Sequence[Scheme], start: Start = (0, 0)) -> list
     return by_scheme(schemes, flat)[0]
 
 
-def cast(
+def cast_in_graph(
     x: Tensor,
     plan: CastPlan,
     statistics: Sequence[Statistics] | None,
-    *,
-    saturate: bool = True,
-    measures: bool = False,
-    depends_on: Tensor | None = None,
+    saturate: bool,
+    measures: bool,
+    depends_on: Tensor | None,
 ) -> tuple[list[Scales], list[Tensor], Tensor | None]:
-    """Cast a local tensor to copies.
+    """:func:`cast` by one operator, or operators that Inductor fuses with those that make ``x``.
 
-    In a graph this is one operator, or operators that Inductor fuses with those that make ``x``.
-
-    Args:
-        statistics: the statistics for each scheme of the plan.
-        saturate: as in :meth:`Scheme.cast`.
-        measures: also return the amax of ``x``; see :meth:`Dense.cast_and_measure`.
-        depends_on: a tensor that a graph must compute before this cast, and that keeps the graph
-            from merging this cast with an earlier one.
-
-    Returns:
-        The scales of each scheme, the data of the copies, and the amax.
+    ``depends_on``: a tensor that the graph must compute before this cast, and that keeps the graph
+    from merging this cast with an earlier one.
     """
-    if not torch.compiler.is_compiling():
-        return _cast(x, plan, statistics, saturate, measures)
     schemes, start, count = plan.schemes, plan.start, len(plan.of)
     if statistics is None and not (len(schemes) == 1 and schemes[0].fuses(x)):
         # An operator of its own, because selective checkpointing saves statistics.
@@ -76,13 +64,23 @@ def cast(
     return scales, data[:count], data[count] if measures else None
 
 
-def _cast(
+def cast(
     x: Tensor,
     plan: CastPlan,
     statistics: Sequence[Statistics] | None,
-    saturate: bool,
-    measures: bool,
+    saturate: bool = True,
+    measures: bool = False,
 ) -> tuple[list[Scales], list[Tensor], Tensor | None]:
+    """Cast a local tensor to copies; not in graphs.
+
+    Args:
+        statistics: the statistics for each scheme of the plan.
+        saturate: as in :meth:`Scheme.cast`.
+        measures: also return the amax of ``x``; see :meth:`Dense.cast_and_measure`.
+
+    Returns:
+        The scales of each scheme, the data of the copies, and the amax.
+    """
     schemes, transposed, start = plan.schemes, plan.transposed, plan.start
     first = schemes[0]
     if plan.packed and statistics is not None:
@@ -240,7 +238,7 @@ def cast_operator(
         start=(start[0], start[1]),
     )
     known = by_scheme(plan.schemes, statistics)[0] if statistics else None
-    scales, data, amax = _cast(x, plan, known, saturate, measures)
+    scales, data, amax = cast(x, plan, known, saturate, measures)
     # An operator must not return its arguments. Scales may be statistics or views of them, and data
     # in high precision may be that of x.
     flat = unshared([*(s for levels in scales for s in levels), *data], [x, *statistics])

@@ -384,16 +384,20 @@ class Float8Weight:
                 self._warn_if_flag_has_no_effect(parameter)
             if self.fsdp is not None:
                 self.note_unsharded(parameter)
-        shard = KnownWeight.unwrap(local)
+        shard = local.plain if isinstance(local, KnownWeight) else local
         if self.fsdp is not None:
             return self._unsharded_operands(parameter, shard, both)
-        layout = self.layout(parameter)
-        plan = self.plan(_GEMMS if both else _GEMMS[:1], local.device).on(layout)
+        plan = self.plan(_GEMMS if both else _GEMMS[:1], local.device)
         if not plan.of:
             return WeightOperands()
+        layout, state = self.layout(parameter), None
+        if layout is not None:
+            plan = plan.on(layout)
+        if layout is not None or self.histories:
+            state = self.state(parameter, layout)
         use = Use((self,), "weight", layout) if is_observed() else None
         with torch.no_grad():
-            copies, amax = cast_by_state(shard, plan, self.state(parameter, layout), use)
+            copies, amax = cast_by_state(shard, plan, state, use)
         if amax is not None:
             amax = self._kept_amax(amax)
         first, last = plan.places[0], plan.places[-1]
