@@ -541,7 +541,8 @@ def _start_at(offset: Sequence[int], schemes: Sequence[Scheme]) -> Start:
     return row, offset[-1] % _period(schemes, -1)
 
 
-def shared_schemes(schemes: Sequence[Scheme], layout: Layout | None) -> tuple[Scheme, ...]:
+@cached_but_in_graphs
+def shared_schemes(schemes: tuple[Scheme, ...], layout: Layout | None) -> tuple[Scheme, ...]:
     """The schemes whose scales cover values of several ranks."""
     return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
 

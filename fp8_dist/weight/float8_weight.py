@@ -486,11 +486,10 @@ class Float8Weight:
             return Known(self, weight)
         return self._known(weight.check(parameter), layout)
 
-    def _known(self, weight: KnownWeight, layout: Layout | None) -> Known:
+    def _known(self, weight: KnownWeight, layout: Layout) -> Known:
         """The state of a parameter's statistics in eager code, given its local tensor."""
-        assert layout is not None
-        kept = Kept(shared_schemes(self.schemes, layout), layout)
-        if weight.has(AS_SHARDED):
+        kept = Kept.in_forward(self.schemes, layout)
+        if weight.state() == AS_SHARDED:
             sharded, sharded_kept = local_tensor(self.master()), self.kept()
             if isinstance(sharded, KnownWeight) and sharded_kept is not None:
                 weight, kept = sharded.check(self.master()), sharded_kept
@@ -521,8 +520,9 @@ class Float8Weight:
             assert isinstance(state, Known)  # a history has a handle of its own
             return state.recalled(x, schemes)
         self.compare("the first forward")
-        weight = KnownWeight(x, known=cache[0], valid=cache[1])
-        return self._known(weight, self.layout()).recalled(x, schemes)
+        weight, layout = KnownWeight(x, known=cache[0], valid=cache[1]), self.layout()
+        assert layout is not None
+        return self._known(weight, layout).recalled(x, schemes)
 
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.

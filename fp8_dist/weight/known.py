@@ -33,8 +33,9 @@ cache of each weight that its capture wrote to, updated the scales of, or measur
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -94,18 +95,38 @@ def _invalidate(valid: Tensor) -> None:
             valid.fill_(_invalidated(state))
 
 
-class Kept(NamedTuple):
+@dataclass(frozen=True)
+class Kept:
     """The statistics of a weight that are cached together.
 
     Attributes:
         schemes: the schemes of the statistics.
         layout: the layout of the weight as a rank has it, or as FSDP2 gathers it.
         whole: whether the statistics are of the whole weight instead of the rank's part.
+        needs_ranks: whether some of the statistics cover values of several ranks.
+        number: the hash, which each look-up takes.
     """
 
     schemes: tuple[Scheme, ...]
     layout: Layout
     whole: bool = False
+
+    needs_ranks: ClassVar[bool]
+    number: ClassVar[int]
+
+    def __post_init__(self) -> None:
+        needs_ranks = self.whole or bool(shared_schemes(self.schemes, self.layout))
+        object.__setattr__(self, "needs_ranks", needs_ranks)
+        object.__setattr__(self, "number", hash((self.schemes, self.layout, self.whole)))
+
+    def __hash__(self) -> int:
+        return self.number
+
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def in_forward(schemes: tuple[Scheme, ...], layout: Layout) -> "Kept":
+        """The statistics that a forward takes from a cache; not in graphs."""
+        return Kept(shared_schemes(schemes, layout), layout)
 
     def unpack(self, known: Tensor, shape: Sequence[int]) -> dict[Scheme, Statistics]:
         """The inverse of :func:`fp8_dist.scaling.reduction.packed`, for a part of this shape."""
@@ -149,17 +170,17 @@ class Known(State):
         assert kept is not None
         found = weight.recall(kept, x)
         if missing := [scheme for scheme in schemes if scheme not in found]:
-            needs_ranks = kept.whole or bool(shared_schemes(kept.schemes, kept.layout))
-            trains = owner.module.training and needs_ranks
-            if trains and (weight.has(STALE) or weight.has(OUTDATED)):
+            is_training = owner.module.training
+            trains = is_training and kept.needs_ranks
+            if trains and weight.state() in (STALE, OUTDATED):
                 _warn_of_stale(owner.fqn)
-            if owner.module.training:  # replays of an evaluation write nothing
+            if is_training:  # replays of an evaluation write nothing
                 weight.follow_replays()
             new = measured(x, missing, kept.layout, kept.whole)
             found |= zip(missing, new, strict=True)
             if self._parameter is not None:
                 # (Statistics that an evaluation computes after a step also serve the next step.)
-                source = TRAINED if trains or weight.has(OUTDATED) else EVALUATED
+                source = TRAINED if trains or weight.state() == OUTDATED else EVALUATED
                 weight.store(kept, [found[s] for s in kept.schemes], self._parameter, source)
             elif trains:
                 weight.note_training()
@@ -221,14 +242,10 @@ class KnownWeight(WrapperParameter):
         statistics = tuple(operators.empty_statistics(self.plain, keys, kept.start()))
         self.known = torch.cat(reduction.packed([statistics]))
 
-    def has(self, flag: int) -> bool:
-        """Whether ``valid`` is one of the states above; not in graphs."""
-        return self._state() == flag
-
     def check(self, parameter: Tensor) -> Self:
         """Drop the statistics if the version of the parameter that holds this tensor changed."""
         # (It does if a loader wrote to a state dict's DTensor. Other writes were noticed at once.)
-        if self.seen != (version_of(parameter) or 0) and not _is_invalid(self._state()):
+        if self.seen != (version_of(parameter) or 0) and not _is_invalid(self.state()):
             self.forget_to_load()
         return self
 
@@ -237,7 +254,7 @@ class KnownWeight(WrapperParameter):
 
         ``x``: the values, perhaps on another device. The result is on the device of ``x``.
         """
-        if self._state() >> 2 != self._fingerprint(kept):
+        if self.state() >> 2 != self._fingerprint(kept):
             return {}
         return kept.unpack(self.known.to(x.device), x.shape)
 
@@ -262,18 +279,18 @@ class KnownWeight(WrapperParameter):
 
     def note_writes(self) -> None:
         """Make later writes change ``valid``, although it has no statistics."""
-        if _is_invalid(self._state()):
+        if _is_invalid(self.state()):
             self._set_state(_valid(EVALUATED))
 
     def note_training(self) -> None:
         """Record that a forward of training has computed statistics without caching them."""
-        if _is_invalid(self._state()):
+        if _is_invalid(self.state()):
             self._set_state(_valid(TRAINED))
 
     def _fingerprint(self, kept: Kept) -> int:
         """Hash of version, storage, layout and capture; positive."""
         address = torch_internals.storage_address(self.known)
-        number = hash((version_of(self.plain), address, kept, current_capture()))
+        number = hash((version_of(self.plain), address, kept.number, current_capture()))
         return 1 + (number & (1 << 60) - 1)
 
     def forget(self) -> None:
@@ -292,7 +309,8 @@ class KnownWeight(WrapperParameter):
         """Drop the statistics before a state dict is loaded, without a later warning."""
         self._set_state(UNKNOWN)
 
-    def _state(self) -> int:
+    def state(self) -> int:
+        """The value of ``valid``; not in graphs."""
         with torch_internals.outside_of_modes():
             return int(self.valid)
 
