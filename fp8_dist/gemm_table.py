@@ -73,6 +73,7 @@ TABLE = (
 BLOCK_RECIPES = {128: "blockwise", 32: "mxfp8"}
 
 
+@cache
 def release(version: str | None) -> tuple[int, ...]:
     """The first two numbers of a version: (2, 11) for "2.11.0a0+nv26.1"; ``()`` for none."""
     numbers = (version or "").split(".")[:2]

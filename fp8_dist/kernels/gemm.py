@@ -9,7 +9,6 @@ the product is computed in a wider type: in fp32 here, and on CPUs by
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -178,9 +177,12 @@ def _native(
     a = row_major(a)
     if b.stride() != (1, b.shape[0]):
         b = row_major(b.t()).t()
-    run = partial(native_scaled_mm, a, b, use_fast_accum=use_fast_accum)
+
     if not (scale_a.ndim or scale_b.ndim):
-        return run(scale_a, scale_b, out_dtype=out_dtype)
+        return native_scaled_mm(
+            a, b, scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+
     fits = _fits_rowwise_gemm(b, out_dtype)
     if fits and has_gemm("by rows", b.device):
         # The rowwise kernel takes one scale for each row and one for each column.
@@ -191,10 +193,12 @@ def _native(
                 "slow kernel if they accumulate in full precision: use a build for CUDA 13.0 or "
                 "later, or Float8GemmConfig(use_fast_accum=True)",
             )
-        # Flattened first, because torch may require stride 1 even along a dim of size 1.
-        rows = scale_a.expand(a.shape[0], 1).contiguous().view(-1).unsqueeze(1)
-        columns = scale_b.expand(1, b.shape[1]).contiguous().view(-1).unsqueeze(0)
-        return run(rows, columns, out_dtype=out_dtype)
+        rows = _one_for_each(scale_a, (a.shape[0], 1))
+        columns = _one_for_each(scale_b, (1, b.shape[1]))
+        return native_scaled_mm(
+            a, b, rows, columns, out_dtype=out_dtype, use_fast_accum=use_fast_accum
+        )
+
     if fits:
         warn_once(
             "no rowwise GEMM",
@@ -204,8 +208,20 @@ def _native(
         )
     # The tensorwise kernel writes fp32, which is scaled afterwards.
     one = torch.ones((), dtype=torch.float32, device=a.device)
-    product = run(one, one, out_dtype=torch.float32)
+    product = native_scaled_mm(
+        a, b, one, one, out_dtype=torch.float32, use_fast_accum=use_fast_accum
+    )
     return apply_scales(product, scale_a, scale_b).to(out_dtype)
+
+
+def _one_for_each(scale: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return one scale for each row or for each column, with the strides of a new tensor.
+
+    torch may require stride 1 even along a dim of size 1.
+    """
+    if scale.shape == shape and scale.stride() == (shape[1], 1):
+        return scale
+    return scale.expand(shape).contiguous().view(-1).view(shape)
 
 
 def _fits_rowwise_gemm(b: Tensor, out_dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 import triton
 import triton.language as tl
+from fake_cuda.device import fake_tensors
 from fake_cuda.process import FakeCudaProcess
 from fake_cuda.triton_kernels import _IdleLauncher, intercept_launches, launch_nothing
 
@@ -80,6 +81,50 @@ def launch_all() -> tuple[int, int]:
 def test_a_direct_launch_is_the_launch_of_triton(fake_cuda: FakeCudaProcess) -> None:
     count, compiled = fake_cuda.run(launch_all)
     assert (count, compiled) == (28, 12)
+
+
+def launch_repeated() -> list[int]:
+    """How many kinds are known after calls of as many; compares their launches with Triton's."""
+    found, grid = [], (3, 2)
+    with (
+        noted_launches() as noted,
+        patch.object(_copy, "_compiled", {}),
+        patch.object(_copy, "_repeated", {}),
+        patch.object(launch, "_MOST_KINDS", 10),
+    ):
+        for _ in range(4):
+            for kind, (x, out, size, negate) in enumerate(arguments()):
+                _copy.repeat((kind,), grid, x, out, size, NEGATE=negate)
+                _copy.kernel[grid](x, out, size, **_copy.options, NEGATE=negate)
+                ours, tritons = (args[:7] + args[10:] for args in noted)  # without launch hooks
+                assert is_same(ours, tritons), (size, ours, tritons)
+                noted.clear()
+            found.append(len(_copy._repeated))
+    return found
+
+
+def test_a_repeated_launch_is_the_launch_of_triton(fake_cuda: FakeCudaProcess) -> None:
+    found = fake_cuda.run(launch_repeated)
+    assert found[0] < found[1]
+    assert max(found) <= 10
+
+
+def number_of_kinds() -> int:
+    """The number of different kinds among calls that differ in one fact each."""
+    kinds = set()
+    with fake_tensors():
+        x = torch.empty(64, 64, device="cuda")
+        flat = x.view(-1)
+        for view in (x, x[:32], x[:, :32], x.t(), x.view(torch.int32), flat[:-1], flat[1:]):
+            for other in (None, True, x, x.t()):
+                kinds.add(launch.kind_of(view, other))
+        assert launch.kind_of(x, torch.zeros(())) is None
+    assert None not in kinds
+    return len(kinds)
+
+
+def test_kinds_differ_in_sizes_strides_dtypes_and_alignment(fake_cuda: FakeCudaProcess) -> None:
+    assert fake_cuda.run(number_of_kinds) == 7 * 4
 
 
 def launch_replaced() -> list[tuple[Any, ...]]:

@@ -131,14 +131,20 @@ def amax_of_matrix(
         M, K, stride_m, stride_k = K, M, stride_k, stride_m
         by_row = dims is not None and not by_row
     argument = data, M, K, stride_m, stride_k
-    result = empty_amax(x, dims)
-    bits = result.view(torch.int32)
+    kind = launch.kind_of(x, dims is None)
     if by_row:
-        _rows(_rows.tiles(M), argument, bits)
+        bits = empty_amax(x, dims).view(torch.int32)
+        _rows.repeat(kind, _rows.tiles(M), argument, bits)
+        return bits.view(torch.float32)
+
+    grid = _tiles.tiles(M, K, steps=STEPS)
+    if dims is None:
+        bits = torch.zeros((), dtype=torch.int32, device=x.device)
+        _tiles.repeat(kind, grid, argument, None, None, bits, STEPS=STEPS)
     else:
-        columns, whole = (None, bits.zero_()) if dims is None else (bits.zero_(), None)
-        _tiles(_tiles.tiles(M, K, steps=STEPS), argument, None, columns, whole, STEPS=STEPS)
-    return result
+        bits = empty_amax(x, dims).zero_().view(torch.int32)
+        _tiles.repeat(kind, grid, argument, None, bits, None, STEPS=STEPS)
+    return bits.view(torch.float32)
 
 
 @launch.fused(amaxes, lambda x, covers: x.dtype in DTYPES and x.ndim > 1)

@@ -391,7 +391,7 @@ def _reblocked(
     if qdata.numel():
         _reblock(
             _reblock.tiles(M, first_column + K, at_least=(rows, 1)),
-            *(launch.matrix(qdata), launch.matrix(exponents), launch.raw(data), new_exponents),
+            *(launch.matrix(qdata), launch.matrix(exponents), data, new_exponents),
             *(first_row, first_column),
             ROWS=old_rows,
             COLUMNS=columns,

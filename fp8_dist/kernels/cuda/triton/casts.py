@@ -304,7 +304,8 @@ def _cast_with(
         given = given.flatten()
         stride = given.stride(0)
     _, M, K, *_ = argument = launch.matrix(x) if matrix is None else matrix
-    _cast(
+    _cast.repeat(
+        launch.kind_of(x, given, *transposed, scale is None, amax is None),
         _cast.tiles(M, K),
         *(argument, given, stride, rows, launch.as_layouts(copies, transposed), amax, scale),
         OF=of,
@@ -408,9 +409,10 @@ def _cast_fresh(
         amax = torch.empty_like(scale)
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
-        _cast_rows(
+        _cast_rows.repeat(
+            launch.kind_of(x),
             (launch.programs(M, BM), 1),
-            *(matrix, launch.raw(copies[0]), (amax, scale)),
+            *(matrix, copies[0], (amax, scale)),
             POWER_OF_2=power_of_2,
             **launch.float8_constants(dtype, x.device),
             **{"BM": BM, "BN": BN},
@@ -441,9 +443,10 @@ def _transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     """Transpose matrices in one launch; 2 bytes per element."""
     *others, M, K = x.shape
     out = quantization.empty_transposed(x, multiple)
-    _transpose(
+    _transpose.repeat(
+        launch.kind_of(x),
         (*_transpose.tiles(out.shape[-1], K), math.prod(others)),
-        *(launch.raw(x), None, launch.raw(out), M, K),
+        *(x, None, out, M, K),
         MULTIPLE=multiple,
         TRANSPOSED=True,
     )
@@ -455,7 +458,7 @@ def _rows_of_groups(x: Tensor, source: Tensor, transposed: bool) -> Tensor:
     """Copy rows in one launch; 2 bytes per element."""
     (P,), K = source.shape, x.shape[1]
     out = x.new_empty((K, P) if transposed else (P, K))
-    arguments = launch.raw(x), source, launch.raw(out), P, K
+    arguments = x, source, out, P, K
     _transpose(_transpose.tiles(P, K), *arguments, MULTIPLE=1, TRANSPOSED=transposed)
     return out
 

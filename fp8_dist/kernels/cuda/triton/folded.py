@@ -141,12 +141,15 @@ def _fold_gradient(
     if weight_scale is not None:
         results += empty_copies(grad, dtype, [False])
         results.append(grad.new_empty((M, 1), dtype=torch.float32))
-    g1, scale = map(launch.raw, results) if results else (None, None)
+    g1, scale = results or (None, None)
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     x = launch.matrix(grad)
-    _multipliers(_multipliers.tiles(M), x, weight_scale, multipliers, scale, BIAS=BIAS[dtype])
-    _fold_rows(
+    kind = launch.kind_of(grad, weight_scale, input_scale)
+    arguments = x, weight_scale, multipliers, scale
+    _multipliers.repeat(kind, _multipliers.tiles(M), *arguments, BIAS=BIAS[dtype])
+    _fold_rows.repeat(
+        kind,
         _fold_rows.tiles(M, N, steps=STEPS),
         *(x, multipliers, weight_scale, input_scale, g1, bits),
         STEPS=STEPS,
@@ -155,10 +158,11 @@ def _fold_gradient(
     if bits is not None:
         results += empty_copies(grad, dtype, [transposed])
         results.append(grad.new_empty((1, N), dtype=torch.float32))
-        _fold_columns(
+        _fold_columns.repeat(
+            kind,
             _fold_columns.tiles(M, N),
             *(x, multipliers[0], input_scale, bits.view(torch.float32)),
-            *map(launch.raw, results[-2:]),
+            *results[-2:],
             **launch.float8_constants(dtype, device),
         )
     return results
@@ -279,8 +283,8 @@ def _fold_groups(
     bits = None if input_scale is None else torch.zeros(groups, N, dtype=torch.int32, device=device)
     _fold_rows_of_groups(
         _fold_rows_of_groups.tiles(M),
-        *(launch.raw(g0), scale, *scales, group),
-        *(map(launch.raw, results) if results else (None, None)),
+        *(g0, scale, *scales, group),
+        *(results or (None, None)),
         *(bits, M, N),
         **launch.float8_constants(dtype, device),
     )
@@ -290,8 +294,8 @@ def _fold_groups(
         results += [g0.new_empty((N, P)), column_scale]
         _fold_columns_of_groups(
             _fold_columns_of_groups.tiles(P, N),
-            *(launch.raw(g0), scale, scales[1], group, source, multiplier),
-            *(launch.raw(results[-2]), P, N),
+            *(g0, scale, scales[1], group, source, multiplier),
+            *(results[-2], P, N),
             **launch.float8_constants(dtype, device),
         )
     return results

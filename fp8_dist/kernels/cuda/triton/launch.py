@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from fp8_dist.device import current_capture, rounds_to
 from fp8_dist.kernels.custom_op import CustomOp
 from fp8_dist.kernels.e2m1 import E2M1_X2, data_dtype
 from fp8_dist.kernels.quantization import Tensors, as_matrix, empty_copies, rounded_up
+from fp8_dist.torch_internals import tree_map_only
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -33,6 +34,10 @@ BIAS = {
 }
 
 _IS_AMD = torch.version.hip is not None
+
+# What Triton has compiled and loaded, and the values of its constants.
+_Loaded = tuple[Any, list[Any]]
+_MOST_KINDS = 256
 
 Layouts = tuple[torch.Tensor | None, torch.Tensor | None]
 # A matrix as an argument of a kernel: the data, M, K, and the strides.
@@ -85,10 +90,41 @@ class Kernel:
         self.kernel, self.blocks = kernel, blocks
         # No fused multiply-add, so that every operation rounds, as in torch.
         self.options = {**blocks, "num_warps": warps, "enable_fp_fusion": False}
-        self._compiled: dict[Hashable, tuple[Any, list[Any]]] = {}
+        self._compiled: dict[Hashable, _Loaded] = {}
+        self._repeated: dict[Hashable, _Loaded] = {}
 
-    def __call__(self, grid: tuple[int, ...], *args: object, **constants: object) -> None:
+    def repeat(
+        self, kind: Hashable, grid: tuple[int, ...], *args: object, **constants: object
+    ) -> None:
+        """Launch what a call of the same kind has launched before; the first is as any other call.
+
+        Args:
+            kind: see :func:`kind_of`. In calls of one kind with the same constants, Triton
+                specializes code for the same facts (Note [Specialization]).
+            grid, args, constants: see :meth:`__call__`.
+        """
+        if kind is None:
+            self(grid, *args, **constants)
+            return
+
+        kind = kind, *constants.values()
+        known = self._repeated.get(kind)
+        if known is not None:
+            compiled, values = known
+            compiled[(*grid, 1, 1)](*args, *values)
+            return
+
+        known = self(grid, *args, **constants)
+        if known is not None:
+            # Numbers of rows may differ in each call. Another thread may hold the old table.
+            if len(self._repeated) >= _MOST_KINDS:
+                self._repeated = {}
+            self._repeated[kind] = known
+
+    def __call__(self, grid: tuple[int, ...], *args: object, **constants: object) -> _Loaded | None:
         """Launch on the current stream of the device of the first tensor.
+
+        Returns what can be launched again on the current device, if it was loaded before.
 
         Args:
             grid: the numbers of program instances.
@@ -100,27 +136,47 @@ class Kernel:
         Raises:
             ValueError: a capture of a CUDA graph would load the kernel.
         """
-        leaves: list[Any] = [
-            leaf for arg in args for leaf in (arg if isinstance(arg, tuple) else (arg,))
-        ]
+        leaves: list[Any] = []
+        for arg in args:
+            if isinstance(arg, tuple):
+                leaves += arg
+            else:
+                leaves.append(arg)
+
         device: torch.device = leaves[0].device
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self(grid, *args, **constants)
-        kind = device, *map(_specialized, leaves), *constants.values()
-        if kind not in self._compiled:
+                self(grid, *args, **constants)
+            return None
+
+        # Note [Specialization]
+        # Triton compiles other code for pointers that are aligned to 16 bytes, for integers that
+        # are 1, multiples of 16, or too large for int32, and on AMD for storages of less than 2 GB.
+        facts: list[Hashable] = [device, *constants.values()]
+        for leaf in leaves:
+            if leaf is None or isinstance(leaf, int):
+                facts.append(_specialized(leaf))
+                continue
+            facts.append(leaf.dtype)
+            facts.append(leaf.data_ptr() % 16 == 0)
+            if _IS_AMD:
+                facts.append(leaf.untyped_storage().nbytes() >> 31)
+
+        kind = tuple(facts)
+        known = self._compiled.get(kind)
+        if known is None:
             self._compiled[kind] = self._load(grid, args, constants)
             return None
-        compiled, values = self._compiled[kind]
+        compiled, values = known
         if compiled is None:  # in the interpreter
-            self.kernel[grid](*args, **self.options | constants)
-        else:
-            compiled[(*grid, 1, 1)](*args, *values)
-        return None
+            self._launch(grid, args, constants)
+            return None
+        compiled[(*grid, 1, 1)](*args, *values)
+        return known
 
     def _load(
         self, grid: tuple[int, ...], args: tuple[object, ...], constants: dict[str, object]
-    ) -> tuple[Any, list[Any]]:
+    ) -> _Loaded:
         """Launch through Triton, which compiles and loads the kernel; return what it has loaded."""
         if current_capture():
             raise ValueError(
@@ -128,9 +184,17 @@ class Kernel:
                 "run yet with such arguments; CUDA can't load a kernel in a capture. Run exactly "
                 "this step once before it, its update of scales included"
             )
+        compiled = self._launch(grid, args, constants)
         chosen = self.options | constants
-        compiled = self.kernel[grid](*args, **chosen)
         return compiled, [chosen[name] for name in self.kernel.arg_names if name in chosen]
+
+    def _launch(
+        self, grid: tuple[int, ...], args: tuple[object, ...], constants: dict[str, object]
+    ) -> Any:
+        """Launch through Triton, for which float8 data is bytes; return what it has compiled."""
+        return self.kernel[grid](
+            *tree_map_only(torch.Tensor, raw, args), **self.options | constants
+        )
 
     def tiles(
         self, M: int, K: int = 1, *, steps: int = 1, at_least: Sequence[int] = (1, 1)
@@ -148,16 +212,38 @@ def kernel(warps: int = 4, **blocks: int) -> Callable[[Any], Kernel]:
     return lambda function: Kernel(function, warps, blocks)
 
 
-def _specialized(argument: Any) -> Hashable:
-    # Note [Specialization]
-    # Triton compiles other code for pointers that are aligned to 16 bytes, for integers that are 1,
-    # multiples of 16, or too large for int32, and on AMD for storages of less than 2 GB.
+def kind_of(*arguments: Any) -> Hashable:
+    """Return what tells apart calls whose kernels get other arguments, for :meth:`Kernel.repeat`.
+
+    It is ``None``, so that nothing is repeated, if a tensor is not on the current device.
+
+    Args:
+        arguments: a tensor, other tensors, and values. All arguments of a kernel follow from their
+            sizes, strides and dtypes, except for data. Data is theirs, or newly allocated memory,
+            which is aligned.
+    """
+    if not arguments[0].is_cuda:
+        return None
+    device = torch.cuda.current_device()
+    facts: list[Hashable] = [device]
+    for argument in arguments:
+        if not isinstance(argument, torch.Tensor):
+            facts.append(argument)
+            continue
+        if argument.get_device() != device:
+            return None
+        facts += argument.dtype, argument.shape, argument.stride(), argument.data_ptr() % 16
+        if _IS_AMD:
+            facts.append(argument.untyped_storage().nbytes() >> 31)
+    return tuple(facts)
+
+
+@lru_cache(maxsize=4096)
+def _specialized(argument: int | None) -> Hashable:
+    """Return what of an integer decides for which code it is (Note [Specialization])."""
     if argument is None:
         return None
-    if isinstance(argument, int):
-        return argument == 1 or (argument % 16 == 0, argument >> 31)
-    large = _IS_AMD and argument.untyped_storage().nbytes() >> 31
-    return argument.dtype, argument.data_ptr() % 16 == 0, large
+    return argument == 1 or (argument % 16 == 0, argument >> 31)
 
 
 @cache
@@ -180,7 +266,7 @@ def programs(size: int, block: int) -> int:
 
 def matrix(x: torch.Tensor) -> Matrix:
     """Return ``[..., K]`` as an argument of a kernel."""
-    x = raw(as_matrix(x))
+    x = as_matrix(x)
     return (x, *x.shape, *x.stride())
 
 
@@ -206,10 +292,10 @@ def empty_layouts(x: torch.Tensor, dtype: torch.dtype, transposed: Sequence[bool
 
 
 def as_layouts(copies: Sequence[torch.Tensor], transposed: Sequence[bool]) -> Layouts:
-    """Return the bytes of copies as an argument of a kernel.
+    """Return copies as an argument of a kernel.
 
     The argument is the row-major and the transposed copy, or None for one that is missing.
     """
-    layouts = dict(zip(transposed, map(raw, copies), strict=True))
+    layouts = dict(zip(transposed, copies, strict=True))
     assert len(layouts) == len(copies), "two copies are the same"
     return layouts.get(False), layouts.get(True)
