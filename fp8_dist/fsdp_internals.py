@@ -24,8 +24,9 @@ with internals.names_of_torch():
     from torch.distributed._composable_state import _module_state_mapping as _modules_with_state
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 
+    _all_gather_inputs = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
     _init_extensions = FSDPParam._init_extensions
     _reset_sharded_param = FSDPParam.reset_sharded_param
     _unshard = _fsdp_param_group.FSDPParamGroup.unshard
@@ -127,6 +128,39 @@ def before_fsdp_gathers_others(call: Callable[["FsdpParameter"], None]) -> None:
     _fsdp_param_group.FSDPParamGroup.unshard = with_call  # type: ignore[method-assign]
 
 
+# What the hook fsdp_pre_all_gather returns: the inputs of a gather, and metadata.
+GatherInputs = tuple[tuple[torch.Tensor, ...], Any]
+
+
+def hand_over_to_fsdp_gathers(
+    kept_inputs: Callable[[torch.Tensor, nn.Module], GatherInputs | None],
+) -> None:
+    """Let FSDP2 take the inputs of a gather from a function, where it returns any.
+
+    FSDP2 inspects the signature of its hook in each gather, which takes longer than the function.
+
+    Args:
+        kept_inputs: gets the local tensor of a sharded parameter, and the module that the hook
+            would get. ``None``: FSDP2 asks the hook, if the local tensor has one.
+    """
+
+    @wraps(_all_gather_inputs)
+    def all_gather_inputs(self: Any) -> list[torch.Tensor]:
+        is_sharded = self.sharded_state is ShardedState.SHARDED
+        if not is_sharded or self.offload_to_cpu:
+            return _all_gather_inputs(self)
+        local = internals.dtensor_local(self.sharded_param)
+        handed_over = kept_inputs(local, self._module_info.module)
+        if handed_over is None:
+            return _all_gather_inputs(self)
+        inputs, metadata = handed_over
+        self._extensions_data.all_gather_metadata = metadata
+        self._extensions_data.all_gather_input_sizes = [x.size() for x in inputs]
+        return [x.view(-1) for x in inputs]
+
+    FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]
+
+
 def fsdp_init_shards(model: nn.Module) -> None:
     """Make FSDP2 replace the shards in a model (padded, pinned) now, not at its first gather."""
     for group in [group for part in model.modules() for group in fsdp_groups_of_module(part)]:
@@ -152,6 +186,11 @@ class FsdpParameter:
         info = self.own._module_info
         shared = zip(info.shared_modules, info.shared_param_names, strict=True)
         return [(info.module, info.param_name), *shared]
+
+    @property
+    def module(self) -> nn.Module:
+        """The first of these modules."""
+        return self.own._module_info.module
 
     @property
     def sharded(self) -> DTensor:

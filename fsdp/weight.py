@@ -18,7 +18,7 @@ owns the weight, which FSDP2 passes to them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ from fp8_dist.weight.float8_weight import Float8Weight, Gather
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored import PackedFloat8, Stored
 from fp8_dist.weight.weights import weights_of
-from fp8_dist.weight.wrapper import padded_shard, padded_size, unpadded
+from fp8_dist.weight.wrapper import padded_shard, unpadded
 
 # The metadata of a gather: the plan, the scales of the unsharded weight (except for levels whose
 # scales are gathered), and the weight's size.
@@ -63,6 +63,25 @@ class _ShardCast(NamedTuple):
     amax: torch.Tensor | None
 
 
+class _KeptCast(NamedTuple):
+    """A cast that an update of scales made; see Note [Kept casts].
+
+    Attributes:
+        cast: the cast. Casts that were made together are parts of the same memory.
+        state: what it depends on.
+        statistic: the statistic of the weight's history, from which it was made.
+        stream: the stream on which it was made; None on devices without streams.
+        readers: the streams of gathers that read the memory, each with the number of the capture
+            that it was in. Casts that were made together share this set.
+    """
+
+    cast: _ShardCast
+    state: tuple[Any, ...]
+    statistic: torch.Tensor | None
+    stream: torch.Stream | None
+    readers: set[tuple[torch.cuda.Stream, int]]
+
+
 class Float8AllGatherWeight(KnownWeight):
     """High-precision weight (shard) that FSDP2 gathers in float8.
 
@@ -71,25 +90,17 @@ class Float8AllGatherWeight(KnownWeight):
 
     Attributes:
         name_of_weight: the name of the weight in its module.
-        kept_cast: the cast that the last update of scales made, what it depends on, and the
-            statistic of its history; see Note [Kept casts].
-        cast_stream: the stream on which it was made; None on devices without streams.
-        readers: the streams of gathers that read the kept cast, each with the number of the capture
-            that it was in.
+        kept_cast: the cast that the last update of scales made.
     """
 
     name_of_weight: str
-    kept_cast: tuple[_ShardCast, tuple[Any, ...], torch.Tensor | None] | None
-    cast_stream: torch.Stream | None
-    readers: set[tuple[torch.cuda.Stream, int]]
+    kept_cast: _KeptCast | None
     static = ("name_of_weight",)
-    __slots__ = ("cast_stream", "kept_cast", "name_of_weight", "readers")
+    __slots__ = ("kept_cast", "name_of_weight")
 
     def set_up(self, **parts: torch.Tensor) -> None:
         super().set_up(**parts)
         self.kept_cast = None
-        self.cast_stream = None
-        self.readers = set()
 
     def fsdp_pre_all_gather(
         self,
@@ -107,91 +118,73 @@ class Float8AllGatherWeight(KnownWeight):
         of the global weight. For scales of blocks, one of 1 byte per block of the global weight;
         none if shards cut no block.
         """
+        if (handed_over := self.kept_inputs(module)) is not None:
+            return handed_over
         weight = weights_of(module)[self.name_of_weight]
-        local, cache, stream = local_tensor(weight.master()), self, None
+        local = local_tensor(weight.master())
+        cache = self
         if isinstance(local, Float8AllGatherWeight) and local.device != self.device:
             cache = local  # with CPU offload, self is a copy
-        if self.is_cuda:
-            stream = torch.cuda.current_stream(self.device)
-        if stream is not None and weight.scales_ready is not None:
-            event, capture = weight.scales_ready
-            if capture == current_capture():
-                # FSDP2 gathers on a stream that only waits for the optimizer's post_optim_event.
-                event.wait(stream)
-        cast = self._current_cast(weight)
-        if cast is None:
-            use = Use((weight,), "weight") if is_observed() else None
-            cast = _cast_shard(self.plain, weight, weight.gather_state(cache), use)
-        read: list[torch.Tensor] = [cache.known, *cast.metadata[1]]
-        if (history := weight.history) is not None:
-            history.last, history.restored = cast.amax, False
-            read += [] if history.statistic is None else [history.statistic]
+        stream = self._await_scales(weight, current_capture())
+        use = Use((weight,), "weight") if is_observed() else None
+        cast = _cast_shard(self.plain, weight, weight.gather_state(cache), use)
+        _note_amax(weight, cast)
         if stream is not None:
             # The next update or sync may drop tensors while this stream still reads them.
+            read = [cache.known, *cast.metadata[1]]
+            if weight.history is not None and weight.history.statistic is not None:
+                read.append(weight.history.statistic)
             for tensor in read:
                 keep_for(stream, tensor)
-            if self.kept_cast is not None:
-                self.readers.add((stream, current_capture()))
         return cast.inputs, cast.metadata
 
-    def keep_cast(self, weight: Float8Weight, cast: _ShardCast) -> None:
-        """Keep a cast for later gathers."""
-        statistic = None
-        if weight.history is not None:
-            statistic = weight.history.statistic
-            self.note_writes()
-        self.kept_cast = cast, self._state_of_cast(weight), statistic
-        self.cast_stream = current_stream(self.device)
-
-    def _current_cast(self, weight: Float8Weight) -> _ShardCast | None:
-        """The kept cast, if it is of the current values and scales, and nothing looks at casts."""
-        if self.kept_cast is None or not _is_unobserved(self.plain):
+    def kept_inputs(self, module: nn.Module) -> tuple[tuple[torch.Tensor, ...], _Metadata] | None:
+        """What :meth:`fsdp_pre_all_gather` returns, if a kept cast is current; else None."""
+        if self.kept_cast is None:
             return None
-        cast, state, statistic = self.kept_cast
-        has_changed = weight.history is not None and weight.history.statistic is not statistic
-        if has_changed or self._state_of_cast(weight) != state:
-            self.drop_cast(set())
-            return None
-        return cast
-
-    def drop_cast(self, waited: set[torch.cuda.Stream]) -> None:
-        """Drop the kept cast, and free its memory for the next one.
-
-        Args:
-            waited: streams that the current stream waits for already. Others are added.
-        """
-        self._wait_for_readers(waited)
-        self.kept_cast = None
-        self.readers.clear()
-
-    def _wait_for_readers(self, waited: set[torch.cuda.Stream]) -> None:
-        """Let the stream that made the kept cast wait for the gathers that read it.
-
-        If it can't, the memory is kept until they have read it.
-        """
+        weight = weights_of(module)[self.name_of_weight]
         capture = current_capture()
-        is_reused_here = current_stream(self.device) == self.cast_stream
-        for stream, capture_of_read in self.readers:
-            # A capture can't wait for what was queued outside of it, nor the reverse.
-            if not (is_reused_here and capture_of_read == capture):
-                self._keep_cast_for(stream)
-            elif stream not in waited:
-                torch.cuda.current_stream(self.device).wait_stream(stream)
-                waited.add(stream)
+        if not self._is_current(self.kept_cast, weight, capture):
+            return None
+        cast = self.kept_cast.cast
+        stream = self._await_scales(weight, capture)
+        if stream is not None:
+            self.kept_cast.readers.add((stream, capture))
+        _note_amax(weight, cast)
+        return cast.inputs, cast.metadata
 
-    def _keep_cast_for(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of the kept cast until a gather on a stream has read it."""
-        assert self.kept_cast is not None
-        cast, *_ = self.kept_cast
-        for tensor in cast.inputs:
-            keep_for(stream, tensor)
+    def _await_scales(self, weight: Float8Weight, capture: int) -> torch.cuda.Stream | None:
+        """Let the current stream wait for the last update of scales; return it if there is one."""
+        if not self.plain.is_cuda:
+            return None
+        stream = torch.cuda.current_stream(self.plain.device)
+        if weight.scales_ready is not None:
+            # FSDP2 gathers on a stream that only waits for the optimizer's post_optim_event.
+            weight.scales_ready.wait(stream, capture)
+        return stream
 
-    def _state_of_cast(self, weight: Float8Weight) -> tuple[Any, ...]:
+    def _is_current(self, kept: _KeptCast, weight: Float8Weight, capture: int) -> bool:
+        """Whether a kept cast is of the current values and scales, and nothing looks at casts.
+
+        It is dropped if it is of others.
+        """
+        if not _is_unobserved(self.plain):
+            return False
+        history = weight.history
+        has_changed = history is not None and history.statistic is not kept.statistic
+        if has_changed or self.state_of_cast(weight, capture) != kept.state:
+            _wait_for_readers(kept, capture, set())
+            self.kept_cast = None
+            return False
+        return True
+
+    def state_of_cast(self, weight: Float8Weight, capture: int) -> tuple[Any, ...]:
         """Return the facts that a kept cast depends on, to compare."""
         parameter = weight.master()
         versions = internals.version_of(self.plain), internals.version_of(parameter)
-        flags = parameter.requires_grad, weight.config.keep_fsdp_float8_cast
-        return int(self.valid), *versions, *flags, weight.gather(), current_capture()
+        # The plan is another object if the layout or the config has changed.
+        plan = weight.gather(parameter)
+        return int(self.valid), *versions, parameter.requires_grad, plan, capture
 
     def fsdp_post_all_gather(
         self,
@@ -216,31 +209,33 @@ class Float8AllGatherWeight(KnownWeight):
         out: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         data, *arrived = all_gather_outputs
-        (kept, plan, arrives, moving), known, size = metadata
-        (scheme,) = kept.schemes
+        gather, known, size = metadata
+        (scheme,) = gather.kept.schemes
+        is_packed = gather.plan.packed
         scales = list(known)
-        for i, scale in zip(moving, arrived, strict=True):
-            shape = scheme.levels[i].shape(size, scheme.start(arrives))
+        for i, scale in zip(gather.moving, arrived, strict=True):
+            shape = scheme.levels[i].shape(size, scheme.start(gather.arrives))
             scales[i] = scale.view(scheme.levels[i].scale).reshape(shape)
         if out is not None:
             # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
             unsharded.set_scales(tuple(scales))
-            if plan.packed:
+            if is_packed:
                 _unpack(data, unsharded.qdata, scheme)
             return None
         # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
         # tensors that this method returns. The output is padded, and its shape is not the weight's
         # if a dim other than the first is sharded.
-        if plan.packed:
+        if is_packed:
             qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
             _unpack(data, qdata, scheme)
         else:
             qdata = unpadded(data, scheme.dtype, size)
-        position = scheme.start(arrives), scheme.splits_blocks(arrives)
-        weight = Quantized(qdata, tuple(scales), scheme, *position)
-        return Float8Tensor.of(weight, param_dtype), (qdata,) if plan.packed else ()
+        start = scheme.start(gather.arrives)
+        splits_blocks = scheme.splits_blocks(gather.arrives)
+        weight = Quantized(qdata, tuple(scales), scheme, start, splits_blocks)
+        return Float8Tensor.of(weight, param_dtype), (qdata,) if is_packed else ()
 
 
 def _cast_shard(
@@ -295,71 +290,139 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
     on another device, as with CPU offload.
 
     A cast together takes known statistics, or those of histories, without asking a source.
+
+    Casts that are made together share memory, which the next update frees. It lets its stream wait
+    for the streams that read the memory; ``record_stream`` would hold the memory back while the
+    host is ahead.
     """
-    groups: dict[Any, list[tuple[Float8AllGatherWeight, Float8Weight]]] = {}
-    waited: set[torch.cuda.Stream] = set()
-    for weight in weights:
-        shard = local_tensor(weight.master())
-        if isinstance(shard, Float8AllGatherWeight):
-            shard.drop_cast(waited)  # before the next casts, which take its memory
-            if _can_keep(shard, weight):
-                kind = _kind_of_cast(weight) or weight
-                groups.setdefault((kind, shard.dtype, shard.device), []).append((shard, weight))
-    for (kind, *_), group in groups.items():
-        if isinstance(kind, tuple):
-            casts = _cast_together(*kind, group)
+    shards = [*_shards_of(weights)]
+    capture = current_capture()
+    _drop_casts([shard for _, _, shard in shards], capture)  # the next casts take their memory
+    together: dict[Any, list[_Shard]] = {}
+    alone: list[_Shard] = []
+    for weight, parameter, shard in shards:
+        gather = weight.gather(parameter)
+        if not _can_keep(shard, weight, gather):
+            continue
+        if gather.is_cast_with_others:
+            kind = gather.plan, weight.history is not None, shard.plain.dtype, shard.plain.device
+            together.setdefault(kind, []).append((weight, parameter, shard))
         else:
-            casts = [_cast_shard(s.plain, w, w.gather_state(s)) for s, w in group]
-        for (shard, weight), cast in zip(group, casts, strict=True):
-            shard.keep_cast(weight, cast)
+            alone.append((weight, parameter, shard))
+    for (plan, has_history, *_), group in together.items():
+        _keep(group, _cast_together(plan, has_history, group), capture)
+    for weight, parameter, shard in alone:
+        cast = _cast_shard(shard.plain, weight, weight.gather_state(shard))
+        _keep([(weight, parameter, shard)], [cast], capture)
 
 
-def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight) -> bool:
+# A weight, its sharded parameter, and the parameter's local tensor.
+_Shard = tuple[Float8Weight, torch.Tensor, Float8AllGatherWeight]
+
+
+def _shards_of(weights: Iterable[Float8Weight]) -> Iterator[_Shard]:
+    """The weights that FSDP2 gathers in float8."""
+    for weight in weights:
+        parameter = weight.master()
+        shard = local_tensor(parameter)
+        if isinstance(shard, Float8AllGatherWeight):
+            yield weight, parameter, shard
+
+
+def _keep(group: Sequence[_Shard], casts: Sequence[_ShardCast], capture: int) -> None:
+    """Keep casts that were made together for later gathers."""
+    stream = current_stream(group[0][2].plain.device)
+    readers: set[tuple[torch.cuda.Stream, int]] = set()
+    for (weight, _, shard), cast in zip(group, casts, strict=True):
+        statistic = None
+        if weight.history is not None:
+            statistic = weight.history.statistic
+            shard.note_writes()
+        state = shard.state_of_cast(weight, capture)
+        shard.kept_cast = _KeptCast(cast, state, statistic, stream, readers)
+
+
+def _drop_casts(shards: Iterable[Float8AllGatherWeight], capture: int) -> None:
+    """Drop the kept casts of shards, and free their memory for the next ones."""
+    waiting: set[torch.cuda.Stream] = set()
+    seen: set[int] = set()
+    for shard in shards:
+        kept = shard.kept_cast
+        if kept is not None and id(kept.readers) not in seen:
+            seen.add(id(kept.readers))
+            _wait_for_readers(kept, capture, waiting)
+    for shard in shards:
+        shard.kept_cast = None
+
+
+def _wait_for_readers(kept: _KeptCast, capture: int, waiting: set[torch.cuda.Stream]) -> None:
+    """Let the stream that made a kept cast wait for the gathers that read its memory.
+
+    If it can't, the memory is kept until they have read it.
+
+    Args:
+        waiting: streams that the current stream waits for already. Others are added.
+    """
+    if not kept.readers:
+        return
+    data = kept.cast.inputs[0]
+    is_reused_here = current_stream(data.device) == kept.stream
+    for stream, capture_of_read in kept.readers:
+        # A capture can't wait for what was queued outside of it, nor the reverse.
+        if not (is_reused_here and capture_of_read == capture):
+            for tensor in kept.cast.inputs:
+                keep_for(stream, tensor)
+        elif stream not in waiting:
+            torch.cuda.current_stream(data.device).wait_stream(stream)
+            waiting.add(stream)
+
+
+def _note_amax(weight: Float8Weight, cast: _ShardCast) -> None:
+    """Let the weight's history record the amax of a gathered cast."""
+    if weight.history is not None:
+        weight.history.last = cast.amax
+        weight.history.restored = False
+
+
+def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight, gather: Gather) -> bool:
     """Whether gathers may use a cast of now."""
     assert weight.fsdp is not None
-    (module, _), history = weight.fsdp.users[0], weight.history
+    history = weight.history
     is_known = history is None or (history.statistic is not None and weight.master().requires_grad)
-    is_asked = module is weight.module  # FSDP2 passes this one to the hook
-    is_used = weight.config.keep_fsdp_float8_cast and shard.device == weight.device
-    return is_known and is_asked and is_used and _is_unobserved(shard.plain)
+    is_asked = weight.fsdp.module is weight.module  # FSDP2 passes this one to the hook
+    is_used = weight.config.keep_fsdp_float8_cast
+    is_on_device = shard.plain.device.type == gather.kept.layout.mesh.device_type
+    return is_known and is_asked and is_used and is_on_device and _is_unobserved(shard.plain)
 
 
-def _kind_of_cast(weight: Float8Weight) -> tuple[CastPlan, bool] | None:
-    """The plan, and whether there is a history, of a shard that can be cast with others."""
-    kept, plan, *_ = weight.gather()
-    if not plan.schemes[0].casts_each or kept.whole or any(kept.start()):
-        return None
-    return plan, weight.history is not None
-
-
-def _cast_together(
-    plan: CastPlan, has_history: bool, group: Sequence[tuple[Float8AllGatherWeight, Float8Weight]]
-) -> list[_ShardCast]:
+def _cast_together(plan: CastPlan, has_history: bool, group: Sequence[_Shard]) -> list[_ShardCast]:
     """:func:`_cast_shard` of shards of one dtype whose statistics are known, in one launch."""
-    (scheme,), shards = plan.schemes, [shard.plain.detach() for shard, _ in group]
-    sizes, padded = [], []
-    for shard, (_, weight) in zip(shards, group, strict=True):
-        assert weight.fsdp is not None
-        sizes.append(size := weight.fsdp.size)
-        *others, columns = padded_size(shard, size, weight.fsdp.mesh.size())
-        padded.append((*others, columns // 2 if plan.packed else columns))
+    (scheme,) = plan.schemes
+    shards = [shard.plain.detach() for _, _, shard in group]
     amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
-    of_histories = [h.statistic for _, weight in group if (h := weight.history) is not None]
     if has_history:
+        of_histories = [h.statistic for weight, *_ in group if (h := weight.history) is not None]
         known = torch.stack([statistic for statistic in of_histories if statistic is not None])
         measured = amax_of_tensors(shards[0], shards[1:])
         # NaN if the amax is not finite, as in cast_and_measure: other ranks see the data alone.
         known = torch.add(known, measured, alpha=0)
         amaxes = measured.unbind()
     else:
-        known = torch.cat([shard.known for shard, _ in group]).view(scheme.levels[0].statistic)
-    lengths, casts = [math.prod(size) for size in padded], []
-    data, scales = scheme.cast_each(shards, known, lengths, plan.packed)
-    all_data, all_scales = data.split(lengths), scheme.parts_of(scales, shards)
-    for i, (_, weight) in enumerate(group):
-        gather, (scale,) = weight.gather(), all_scales[i]
-        inputs = all_data[i].view(padded[i]), *([as_bytes(scale.view(-1))] if gather.moving else [])
-        casts.append(_ShardCast(inputs, (gather, (scale,), sizes[i]), amaxes[i]))
+        known = torch.cat([shard.known for _, _, shard in group])
+        known = known.view(scheme.levels[0].statistic)
+    gathers = [weight.gather(parameter) for weight, parameter, _ in group]
+    lengths = [math.prod(gather.padded) for gather in gathers]
+    data, flat_scales = scheme.cast_each(shards, known, lengths, plan.packed)
+    all_data = data.split(lengths)
+    all_scales = scheme.parts_of(flat_scales, shards)
+    casts = []
+    for i, gather in enumerate(gathers):
+        fsdp = group[i][0].fsdp
+        assert fsdp is not None
+        inputs = [all_data[i].view(gather.padded)]
+        if gather.moving:
+            inputs += [as_bytes(scale.view(-1)) for scale in all_scales[i]]
+        casts.append(_ShardCast(tuple(inputs), (gather, all_scales[i], fsdp.size), amaxes[i]))
     return casts
 
 
@@ -375,6 +438,14 @@ def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     with internals.unnoticed_writes(counted):  # the backward reads the same tensor again
         scheme.unpack(data, qdata)
     data.untyped_storage().resize_(0)
+
+
+def _kept_inputs(local: torch.Tensor, module: nn.Module) -> fsdp_internals.GatherInputs | None:
+    """The inputs of the gather of a weight whose kept cast is current."""
+    return local.kept_inputs(module) if isinstance(local, Float8AllGatherWeight) else None
+
+
+fsdp_internals.hand_over_to_fsdp_gathers(_kept_inputs)
 
 
 @internals.normal_tensors()
@@ -425,16 +496,17 @@ def wrap_sharded(parameter: fsdp_internals.FsdpParameter, weights: Sequence[Floa
 
 def _packs(weight: Float8Weight) -> bool:
     """Return whether FSDP2 gathers a 4-bit weight packed; warn once if it does not."""
-    kept, plan, *_ = weight.gather()
-    if not plan.packed:
+    gather = weight.gather()
+    layout = gather.kept.layout
+    if not gather.plan.packed:
         warn_once(
             "gather not packed",
             f"{weight.fqn} and layers like it: FSDP2 gathers their weights (and keeps frozen ones) "
             "as float8, 1 byte per element, because only equal shards of dim 0 with an even number "
-            f"of columns can be packed, not {tuple(kept.layout.shape)} as "
-            f"{list(kept.layout.placements)} on {kept.layout.mesh}",
+            f"of columns can be packed, not {tuple(layout.shape)} as "
+            f"{list(layout.placements)} on {layout.mesh}",
         )
-    return plan.packed
+    return gather.plan.packed
 
 
 def unwrap_float8_weights(weights: Iterable[Float8Weight]) -> None:

@@ -22,6 +22,7 @@ weight] in :mod:`fp8_dist.weight.known`. Others are measured.
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import is_not
 from typing import Any, NamedTuple
 
@@ -59,34 +60,88 @@ from fp8_dist.weight.optimizer_steps import note_replaced
 from fp8_dist.weight.stored import StoredFloat8
 from fp8_dist.weight.stored_weight import StoredWeight, bind
 from fp8_dist.weight.uncast import Uncast
-from fp8_dist.weight.wrapper import WrapperParameter
+from fp8_dist.weight.wrapper import WrapperParameter, padded_size
 
 _GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
 
-class Gather(NamedTuple):
-    """How FSDP2 gathers a weight of one scheme in float8.
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """How FSDP2 gathers a weight of one scheme in float8, and how an update prepares it.
+
+    It is settled when the weight is sharded. Two plans are the same if they are one object.
 
     Attributes:
         kept: which statistics are cached. (Those of DELAYED scales are in the history.)
         plan: the cast of the shard. It is packed where the gather carries packed data.
         arrives: the layout of the unsharded parameter.
         moving: the levels whose scales the gather carries.
+        padded: the size of the data in the gather; empty if FSDP2 does not manage the weight.
+        is_cast_with_others: whether one launch can cast the shard with others of this cast.
+        reduced_over: the mesh axes over which ranks reduce the statistics, if the shard can also be
+            measured with others; else None.
     """
 
     kept: Kept
     plan: CastPlan
     arrives: Layout
     moving: tuple[int, ...]
+    padded: tuple[int, ...]
+    is_cast_with_others: bool
+    reduced_over: tuple[int, ...] | None
 
     @staticmethod
-    def of(schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout) -> "Gather":
-        """Plan the gather of a parameter from one layout to another."""
+    def of(
+        schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout, padded: tuple[int, ...]
+    ) -> "Gather":
+        """Plan the gather of a parameter from one layout to another.
+
+        ``padded``: the size of the shards of all ranks, without packing.
+        """
         (scheme,) = schemes
         moving = scheme.moving_levels(layout, arrives)
         whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
+        kept = Kept(schemes, layout, whole)
         plan = CastPlan(schemes, packed=scheme.packs(layout, arrives))
-        return Gather(Kept(schemes, layout, whole), plan, arrives, () if whole else moving)
+        if plan.packed and padded:
+            padded = (*padded[:-1], padded[-1] // 2)
+        begins_at_block = not any(kept.start())
+        is_cast_with_others = scheme.casts_each and not whole and begins_at_block
+        reduced_over = None
+        if is_cast_with_others:
+            (axes,) = scheme.axes(layout)
+            # Other statistics that ranks share have to be placed among those of the whole weight.
+            if scheme.levels[0].is_scalar or not axes:
+                reduced_over = axes
+        return Gather(
+            kept=kept,
+            plan=plan,
+            arrives=arrives,
+            moving=() if whole else moving,
+            padded=padded,
+            is_cast_with_others=is_cast_with_others,
+            reduced_over=reduced_over,
+        )
+
+
+class ScalesReady(NamedTuple):
+    """When the scales and casts of an update are ready on a GPU.
+
+    Attributes:
+        event: the event to wait for.
+        capture: the number of the capture of a CUDA graph that it was recorded in (0: none).
+        waiting: the streams that wait for it already.
+    """
+
+    event: torch.cuda.Event
+    capture: int
+    waiting: set[torch.cuda.Stream]
+
+    def wait(self, stream: torch.cuda.Stream, capture: int) -> None:
+        """Let a stream wait for the event, if it was recorded in the capture that is under way."""
+        if capture == self.capture and stream not in self.waiting:
+            self.event.wait(stream)
+            self.waiting.add(stream)
 
 
 class WeightOperands(NamedTuple):
@@ -120,8 +175,7 @@ class Float8Weight:
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
             statistics are cached.
-        scales_ready: on a GPU, the event after which the scales of precompute or sync are ready,
-            and the number of the capture of a CUDA graph that it was recorded in (0: none).
+        scales_ready: on a GPU, when the scales of precompute or sync are ready.
     """
 
     def __init__(
@@ -140,7 +194,7 @@ class Float8Weight:
         self.is_compared = False
         self.fsdp: fsdp_internals.FsdpParameter | None = None
         self.unsharded: KnownWeight | None = None
-        self.scales_ready: tuple[torch.cuda.Event, int] | None = None
+        self.scales_ready: ScalesReady | None = None
         self._gather: tuple[tuple[Any, ...], Gather] | None = None  # what it depends on, the plan
         self._model: weakref.ref[nn.Module] | None = None  # see note_model()
 
@@ -192,7 +246,8 @@ class Float8Weight:
 
         Outside of a forward, a parametrization may not run: its parameters are sharded.
         """
-        return self.name in self.module._parameters and self.parameter().ndim >= 2
+        parameter = self.module._parameters.get(self.name)
+        return parameter is not None and parameter.ndim >= 2
 
     def shard(self, parameter: torch.Tensor | None = None) -> torch.Tensor:
         """The local tensor of a parameter, plain, without a copy or collectives."""
@@ -227,7 +282,9 @@ class Float8Weight:
     @property
     def device(self) -> torch.device:
         """The device on which the scales are used: with CPU offload, that of the mesh."""
-        layout, device = self.layout(), self.shard().device
+        parameter = self.parameter()
+        layout = self.layout(parameter)
+        device = self.shard(parameter).device
         if layout is None or layout.mesh.device_type == device.type:
             return device
         return torch.device(layout.mesh.device_type)
@@ -285,7 +342,8 @@ class Float8Weight:
     @property
     def is_stored(self) -> bool:
         """Whether the weight is stored in float8."""
-        return self.is_registered and isinstance(local_tensor(self.parameter()), StoredFloat8)
+        parameter = self.module._parameters.get(self.name)
+        return parameter is not None and isinstance(local_tensor(parameter), StoredFloat8)
 
     def stored(self, parameter: torch.Tensor | None = None) -> StoredWeight | None:
         """Return the stored weight, sharded or unsharded; None if it is not stored."""
@@ -325,8 +383,12 @@ class Float8Weight:
     @property
     def is_dynamic(self) -> bool:
         """Whether the weight is cast with a DYNAMIC scale."""
-        is_cast = bool(self.schemes) and not self.is_stored
-        return is_cast and "weight" not in self.config.recipe.delayed
+        return self._has_dynamic_scheme and not self.is_stored
+
+    @property
+    def _has_dynamic_scheme(self) -> bool:
+        recipe = self.config.recipe
+        return bool(recipe.schemes["weight"]) and "weight" not in recipe.delayed
 
     @property
     def history(self) -> AmaxHistory | None:
@@ -529,20 +591,27 @@ class Float8Weight:
 
         If FSDP2 gathers in high precision, they are statistics of the unsharded parameter.
         """
-        if not self.is_registered or not self.is_dynamic:
+        if not self.is_registered or not self._has_dynamic_scheme:
             return None
         parameter = self.master()
+        local = local_tensor(parameter)
+        if isinstance(local, StoredFloat8):
+            return None
+        if hasattr(type(local), "fsdp_pre_all_gather"):
+            return self.gather(parameter).kept
         if (layout := self.layout(parameter)) is None:
             return None
-        if hasattr(local_tensor(parameter), "fsdp_pre_all_gather"):
-            return self.gather().kept
         arrives = self.gathered_layout(layout) or layout
         shared = shared_schemes(self.schemes, arrives)
         return Kept(shared, arrives) if shared else None
 
-    def gather(self) -> Gather:
-        """Return the plan of FSDP2's float8 gather, made again if layout or config changed."""
-        parameter = self.master()
+    def gather(self, parameter: torch.Tensor | None = None) -> Gather:
+        """Return the plan of FSDP2's float8 gather, made again if layout or config changed.
+
+        ``parameter``: the sharded parameter, if the caller has it.
+        """
+        if parameter is None:
+            parameter = self.master()
         assert isinstance(parameter, DTensor)
         declared = getattr(self.module, "local_placements", None)
         depends_on = internals.dtensor_spec(parameter), declared, self.fsdp, self.config
@@ -552,8 +621,11 @@ class Float8Weight:
             assert layout is not None
             is_stored = isinstance(local_tensor(parameter), StoredFloat8)
             schemes = (self.held_scheme(parameter),) if is_stored else self.schemes
-            plan = Gather.of(schemes, layout, self.gathered_layout(layout) or layout)
-            self._gather = depends_on, plan
+            arrives = self.gathered_layout(layout) or layout
+            padded: tuple[int, ...] = ()
+            if self.fsdp is not None:
+                padded = padded_size(self.shard(parameter), self.fsdp.size, self.fsdp.mesh.size())
+            self._gather = depends_on, Gather.of(schemes, layout, arrives, padded)
         return self._gather[1]
 
     def is_exchanged(self, new: torch.Tensor | None) -> bool:

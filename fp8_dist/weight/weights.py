@@ -17,7 +17,7 @@ from fp8_dist.torch_internals import (
     parameters_of_ddp,
     set_dtensor_local,
 )
-from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.float8_weight import Float8Weight, ScalesReady
 from fp8_dist.weight.known import KnownWeight
 from fp8_dist.weight.stored_weight import check_has_no_codes
 
@@ -155,7 +155,8 @@ def check_captured(weights: Mapping[str, Float8Weight], caller: str) -> None:
 def mark_scales_ready(weights: Iterable[Float8Weight]) -> None:
     """Record an event that later gathers wait for, after this stream computed scales and casts."""
     if on_gpu := [weight for weight in weights if weight.device.type == "cuda"]:
-        ready = torch.cuda.current_stream().record_event(), current_capture()
+        event = torch.cuda.current_stream().record_event()
+        ready = ScalesReady(event, current_capture(), waiting=set())
         for weight in on_gpu:
             weight.scales_ready = ready
 

@@ -274,7 +274,7 @@ def test_what_the_library_must_not_leave_out(
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp4", "delayed"])
 def test_a_gather_under_way_keeps_what_it_reads(recipe: str, fake_cuda: FakeCudaProcess) -> None:
     """(That the optimizer writes to weights meanwhile, which FSDP2 may gather, is the user's.)"""
-    wait = f"{weight.__name__}.Float8AllGatherWeight._wait_for_readers"
+    wait = f"{weight.__name__}._wait_for_readers"
     training = Training(recipe, pending=True)
     for found, is_left_out in (
         (fake_cuda.run(hazards_of, training), False),
