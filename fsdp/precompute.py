@@ -23,17 +23,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.device import current_capture
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.fsdp.weight import keep_casts
+from fp8_dist.fsdp.weight import Float8AllGatherWeight, keep_casts
 from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Scheme, Statistics
-from fp8_dist.scaling.reduction import Placed, all_reduced
+from fp8_dist.scaling.reduction import Placed, all_reduced, as_integers, message_dtype
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors, set_dtensor_local
 from fp8_dist.weight import agreement
-from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.float8_weight import Float8Weight, Gather
 from fp8_dist.weight.known import PRECOMPUTED, Kept, KnownWeight
 from fp8_dist.weight.weights import (
     CONVERT_FIRST,
@@ -155,17 +155,18 @@ def precompute_float8_dynamic_scale(module: nn.Module) -> None:
 )
 @normal_tensors()
 def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None = None) -> None:
-    """Run :func:`precompute_float8_dynamic_scale` for the given weights, by FQN; None: all."""
+    """Run :func:`precompute_float8_dynamic_scale` for the given weights, by FQN; None: all.
+
+    The given ones are parameters of their layers, with dynamic scales.
+    """
     if chosen is None:
         check_agreement(module, _CALLER)
-        chosen = _dynamic_weights(module)
+        chosen = _registered(_dynamic_weights(module))
     # Unsharded weights still have the values from before the optimizer step.
     reshard(module, _CALLER)
     fsdp_init_shards(module)
-    chosen = _registered(chosen)
     _check_sharded(chosen)
-    kept = {weight: weight.kept() for weight in chosen.values()}
-    _store_scales({weight: parts for weight, parts in kept.items() if parts is not None})
+    _store_scales(chosen.values())
     keep_casts(chosen.values())
     mark_scales_ready(chosen.values())
 
@@ -265,15 +266,68 @@ def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
     return (whole[slot] for whole, slot in zip(reduced, taken, strict=True))
 
 
-def _store_scales(weights: Mapping[Float8Weight, Kept]) -> None:
+class _Group:
+    """Shards of one kind, which are measured together and reduced as if they were one weight.
+
+    The statistics of each are all its own, or one statistic that all ranks share.
+    """
+
+    def __init__(self, first: Gather, axes: tuple[int, ...]) -> None:
+        self.scheme = first.kept.schemes[0]
+        self.layout = first.kept.layout
+        self.axes = axes
+        # Parameters, which layers may share, with their plans and shards, by id.
+        self.members: dict[int, tuple[Gather, Tensor, Float8AllGatherWeight]] = {}
+
+    def measured(self) -> _Measured:
+        flat = self.scheme.measure_flat([shard.plain for *_, shard in self.members.values()])
+        return _Measured(self.layout, (self.axes,), [Placed(flat, [len(flat)], [])])
+
+    def store(self, flat: Tensor) -> None:
+        """Store the reduced statistics."""
+        integers = as_integers(flat, message_dtype([flat]))
+        parts = integers.split([plan.scale_count for plan, *_ in self.members.values()])
+        for part, (plan, parameter, shard) in zip(parts, self.members.values(), strict=True):
+            shard.store_packed(plan.kept, part, parameter, PRECOMPUTED)
+            shard.follow_replays()
+
+
+def _grouped(weights: Iterable[Float8Weight]) -> tuple[list[_Group], dict[Float8Weight, Kept]]:
+    """The weights that can be measured with others, by kind; and the rest."""
+    groups: dict[tuple[Any, ...], _Group] = {}
+    alone: dict[Float8Weight, Kept] = {}
+    for weight in weights:
+        parameter = weight.master()
+        shard = local_tensor(parameter)
+        if isinstance(shard, Float8AllGatherWeight):
+            plan = weight.gather(parameter)
+            axes = plan.reduced_over
+            mesh = plan.kept.layout.mesh
+            plain = shard.plain
+            if axes is not None and plain.device.type == mesh.device_type:
+                kind = plan.kept.schemes, mesh, axes, plain.dtype, plain.device
+                if kind not in groups:
+                    groups[kind] = _Group(plan, axes)
+                groups[kind].members[id(parameter)] = plan, parameter, shard
+                continue
+        if (kept := weight.kept()) is not None:
+            alone[weight] = kept
+    return [*groups.values()], alone
+
+
+def _store_scales(weights: Iterable[Float8Weight]) -> None:
     """Measure weights, and store the statistics that each keeps."""
-    measured = _measure(weights)
-    reduced = _reduced(measured.values())
+    groups, alone = _grouped(weights)
+    of_groups = [group.measured() for group in groups]
+    measured = _measure(alone)
+    reduced = _reduced([*of_groups, *measured.values()])
+    for group, (_, _, (place,)) in zip(groups, of_groups, strict=True):
+        group.store(next(reduced) if group.axes else place.local)
     whole: dict[Key, Statistics] = {}
     for key, (_, axes, places) in measured.items():
         levels = zip(places, axes, strict=True)
         whole[key] = tuple([next(reduced) if over else p.local for p, over in levels])
-    for weight, kept in weights.items():
+    for weight, kept in alone.items():
         parameter, statistics = weight.parameter(), list[Statistics]()
         for scheme in kept.schemes:
             key = id(parameter), scheme

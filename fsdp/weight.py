@@ -414,15 +414,16 @@ def _cast_together(plan: CastPlan, has_history: bool, group: Sequence[_Shard]) -
     lengths = [math.prod(gather.padded) for gather in gathers]
     data, flat_scales = scheme.cast_each(shards, known, lengths, plan.packed)
     all_data = data.split(lengths)
-    all_scales = scheme.parts_of(flat_scales, shards)
+    all_scales = flat_scales.split([gather.scale_count for gather in gathers])
     casts = []
     for i, gather in enumerate(gathers):
         fsdp = group[i][0].fsdp
         assert fsdp is not None
         inputs = [all_data[i].view(gather.padded)]
         if gather.moving:
-            inputs += [as_bytes(scale.view(-1)) for scale in all_scales[i]]
-        casts.append(_ShardCast(tuple(inputs), (gather, all_scales[i], fsdp.size), amaxes[i]))
+            inputs.append(as_bytes(all_scales[i]))
+        scales = (all_scales[i].view(gather.scale_shape),)
+        casts.append(_ShardCast(tuple(inputs), (gather, scales, fsdp.size), amaxes[i]))
     return casts
 
 

@@ -195,9 +195,11 @@ class Blocks(BlockScheme):
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         if not self.casts_each or len(xs) == 1 or any(map(any, starts)):
             return super().measure_each(xs, starts)
+        return self.parts_of(self.measure_flat(xs), xs)
+
+    def measure_flat(self, xs: Sequence[Tensor]) -> Tensor:
         how = None, self._values, self._blocks((0, 0))
-        known = kernels.cast_tensors_in_blocks(xs[0], list(xs[1:]), *how, rule=self.rule)
-        return self.parts_of(known, xs)
+        return kernels.cast_tensors_in_blocks(xs[0], list(xs[1:]), *how, rule=self.rule)
 
     @property
     def casts_each(self) -> bool:

@@ -121,7 +121,10 @@ class Dense(Scheme):
     def measure_each(self, xs: Sequence[Tensor], starts: Sequence[Start]) -> list[Statistics]:
         if not self.casts_each:
             return super().measure_each(xs, starts)
-        return self.parts_of(amax_of_tensors(xs[0], list(xs[1:]), self.per == "row"), xs)
+        return self.parts_of(self.measure_flat(xs), xs)
+
+    def measure_flat(self, xs: Sequence[Tensor]) -> Tensor:
+        return amax_of_tensors(xs[0], list(xs[1:]), self.per == "row")
 
     @property
     def casts_each(self) -> bool:

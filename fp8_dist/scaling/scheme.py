@@ -359,8 +359,12 @@ class Scheme:
 
     @property
     def casts_each(self) -> bool:
-        """Whether there is a :meth:`cast_each`, for schemes of one level."""
+        """Whether there are the next two methods, for schemes of one level."""
         return False
+
+    def measure_flat(self, xs: Sequence[Tensor]) -> Tensor:
+        """:meth:`measure_each` of tensors that begin at a block; the statistics are flat."""
+        raise NotImplementedError
 
     def cast_each(
         self, xs: Sequence[Tensor], known: Tensor, sizes: Sequence[int], packed: bool

@@ -20,6 +20,7 @@ Statistics that need other ranks are looked up in the weight's tensor; see Note 
 weight] in :mod:`fp8_dist.weight.known`. Others are measured.
 """
 
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,8 @@ class Gather:
         moving: the levels whose scales the gather carries.
         padded: the size of the data in the gather; empty if FSDP2 does not manage the weight.
         is_cast_with_others: whether one launch can cast the shard with others of this cast.
+        scale_shape, scale_count: if so, the shape of the statistics and scales of the shard, and
+            their number.
         reduced_over: the mesh axes over which ranks reduce the statistics, if the shard can also be
             measured with others; else None.
     """
@@ -88,15 +91,23 @@ class Gather:
     moving: tuple[int, ...]
     padded: tuple[int, ...]
     is_cast_with_others: bool
+    scale_shape: tuple[int, ...]
+    scale_count: int
     reduced_over: tuple[int, ...] | None
 
     @staticmethod
     def of(
-        schemes: tuple[Scheme, ...], layout: Layout, arrives: Layout, padded: tuple[int, ...]
+        schemes: tuple[Scheme, ...],
+        layout: Layout,
+        arrives: Layout,
+        shape: torch.Size,
+        padded: tuple[int, ...],
     ) -> "Gather":
         """Plan the gather of a parameter from one layout to another.
 
-        ``padded``: the size of the shards of all ranks, without packing.
+        Args:
+            shape: the shape of this rank's shard.
+            padded: the size of the shards of all ranks, without packing.
         """
         (scheme,) = schemes
         moving = scheme.moving_levels(layout, arrives)
@@ -107,8 +118,10 @@ class Gather:
             padded = (*padded[:-1], padded[-1] // 2)
         begins_at_block = not any(kept.start())
         is_cast_with_others = scheme.casts_each and not whole and begins_at_block
+        scale_shape: tuple[int, ...] = ()
         reduced_over = None
         if is_cast_with_others:
+            scale_shape = tuple(scheme.levels[0].shape(shape))
             (axes,) = scheme.axes(layout)
             # Other statistics that ranks share have to be placed among those of the whole weight.
             if scheme.levels[0].is_scalar or not axes:
@@ -120,6 +133,8 @@ class Gather:
             moving=() if whole else moving,
             padded=padded,
             is_cast_with_others=is_cast_with_others,
+            scale_shape=scale_shape,
+            scale_count=math.prod(scale_shape),
             reduced_over=reduced_over,
         )
 
@@ -622,10 +637,11 @@ class Float8Weight:
             is_stored = isinstance(local_tensor(parameter), StoredFloat8)
             schemes = (self.held_scheme(parameter),) if is_stored else self.schemes
             arrives = self.gathered_layout(layout) or layout
+            shard = self.shard(parameter)
             padded: tuple[int, ...] = ()
             if self.fsdp is not None:
-                padded = padded_size(self.shard(parameter), self.fsdp.size, self.fsdp.mesh.size())
-            self._gather = depends_on, Gather.of(schemes, layout, arrives, padded)
+                padded = padded_size(shard, self.fsdp.size, self.fsdp.mesh.size())
+            self._gather = depends_on, Gather.of(schemes, layout, arrives, shard.shape, padded)
         return self._gather[1]
 
     def is_exchanged(self, new: torch.Tensor | None) -> bool:

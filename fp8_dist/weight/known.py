@@ -273,7 +273,13 @@ class KnownWeight(WrapperParameter):
             source: one of the sources above.
         """
         parts = reduction.packed(statistics)
-        self.known = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self.store_packed(
+            kept, parts[0] if len(parts) == 1 else torch.cat(parts), parameter, source
+        )
+
+    def store_packed(self, kept: Kept, known: Tensor, parameter: Tensor, source: int) -> None:
+        """:meth:`store`, given :func:`fp8_dist.scaling.reduction.packed` statistics."""
+        self.known = known
         self.seen = version_of(parameter) or 0
         self._set_state(_valid(source, self._fingerprint(kept)))
 
