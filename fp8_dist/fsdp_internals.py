@@ -161,12 +161,13 @@ def hand_over_to_fsdp_gathers(
     FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]
 
 
-def fsdp_init_shards(model: nn.Module) -> None:
-    """Make FSDP2 replace the shards in a model (padded, pinned) now, not at its first gather."""
-    for group in [group for part in model.modules() for group in fsdp_groups_of_module(part)]:
-        is_done = group._reset_sharded_params
-        if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
-            group.lazy_init()
+def fsdp_init_shards(modules: Iterable[nn.Module]) -> None:
+    """Make FSDP2 replace the shards of modules (padded, pinned) now, not at its first gather."""
+    for module in modules:
+        for group in fsdp_groups_of_module(module):
+            is_done = group._reset_sharded_params
+            if not (is_done or any(p.sharded_param.is_meta for p in group.fsdp_params)):
+                group.lazy_init()
 
 
 class FsdpParameter:

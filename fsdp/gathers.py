@@ -89,8 +89,8 @@ internals.before_fsdp_gathers_others(_when_not_reset)
 internals.divide_fsdp_gradients_once()
 
 
-def reshard(module: nn.Module, caller: str) -> None:
-    """Reshard all FSDP modules, which puts their sharded parameters back in place.
+def reshard(module: nn.Module, caller: str) -> list[Any]:
+    """Reshard all FSDP modules, which puts their sharded parameters back in place; return them.
 
     In the capture of a CUDA graph, let its replays do so, too.
     """
@@ -106,6 +106,7 @@ def reshard(module: nn.Module, caller: str) -> None:
     for part in names:
         part.reshard()
         call_at_replays(id(part), part.reshard)
+    return list(names)
 
 
 def _check_gathers(group: Any) -> None:

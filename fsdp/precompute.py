@@ -163,8 +163,7 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
         check_agreement(module, _CALLER)
         chosen = _registered(_dynamic_weights(module))
     # Unsharded weights still have the values from before the optimizer step.
-    reshard(module, _CALLER)
-    fsdp_init_shards(module)
+    fsdp_init_shards(reshard(module, _CALLER))
     _check_sharded(chosen)
     _store_scales(chosen.values())
     keep_casts(chosen.values())

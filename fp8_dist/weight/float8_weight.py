@@ -298,8 +298,10 @@ class Float8Weight:
     def device(self) -> torch.device:
         """The device on which the scales are used: with CPU offload, that of the mesh."""
         parameter = self.parameter()
+        device = local_tensor(parameter).device
+        if device.type == "cuda":  # what is offloaded is on the CPU
+            return device
         layout = self.layout(parameter)
-        device = self.shard(parameter).device
         if layout is None or layout.mesh.device_type == device.type:
             return device
         return torch.device(layout.mesh.device_type)
