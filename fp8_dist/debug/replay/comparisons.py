@@ -21,7 +21,8 @@ from fp8_dist.kernels.grouped import Groups
 from fp8_dist.mesh import narrowed, regions, taken
 from fp8_dist.moe import operators
 from fp8_dist.operand.prepare import cast_once
-from fp8_dist.scaling import Quantized, scheme_named, transposed
+from fp8_dist.recipe import Operand
+from fp8_dist.scaling import Quantized, Scheme, scheme_named, transposed
 from fp8_dist.scaling.operators import multiply
 
 Element = tuple[int, ...]
@@ -129,76 +130,129 @@ def rank_names(ranks: Sequence[int], conjunction: str = "and") -> str:
     return f"ranks {', '.join(most)} {conjunction} {last}" if most else f"rank {last}"
 
 
-# The number of wrong elements of an operand, or of wrong rows, the first of them, and a text.
-Difference = tuple[int, Element, str]
-_Wrong = tuple[str, Element, tuple[int, ...]]  # the text, the element and the ranks of a finding
+def differing(a: Tensor, b: Tensor) -> Tensor:
+    """Mark the elements that differ. NaN is equal to NaN."""
+    return ~torch.isclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def find_not_finite(parts: Sequence[Record]) -> Iterator[_Wrong]:
+def first_index(bad: Tensor) -> Element:
+    """Return the index of the first marked element."""
+    return tuple(bad.nonzero()[0].tolist())
+
+
+class Wrong(NamedTuple):
+    """What is wrong with a cast: a text, the global index of an element, and the ranks."""
+
+    text: str
+    element: Element
+    ranks: tuple[int, ...]
+
+
+class Difference(NamedTuple):
+    """How what arrived for a GEMM differs from what was cast.
+
+    Attributes:
+        wrong: the number of wrong elements of an operand, or of wrong rows.
+        element: the first of them; empty if there is none.
+        text: a description.
+    """
+
+    wrong: int = 0
+    element: Element = ()
+    text: str = ""
+
+
+def find_not_finite(parts: Sequence[Record]) -> Iterator[Wrong]:
     """Yield parts that have NaN or infinity before their casts."""
     for part in parts:
         bad = ~part["high"].isfinite()
         if bad.any():
-            at, pieces = tuple(bad.nonzero()[0].tolist()), part["low"]["pieces"]
-            copies = [copy for copy in parts if copy["low"]["pieces"] == pieces]
+            at = first_index(bad)
+            copies = [copy for copy in parts if copy["low"]["pieces"] == part["low"]["pieces"]]
             ranks = [copy["rank"] for copy in copies if not copy["high"][at].isfinite()]
-            yield "NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks))
+            yield Wrong("NaN or infinite", first_element(bad, part["low"]), tuple(sorted(ranks)))
 
 
-def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> Iterator[_Wrong]:
+def find_different_copies(copies: Sequence[Sequence[Sequence[Record]]]) -> Iterator[Wrong]:
     """Yield copies of a part that differ in values, or in the scales that are folded into it."""
-    values = {"high": "values", "folds": "values of the scales that are folded into it"}
     for groups in copies:
-        for name in values if len(groups) > 1 else ():
-            a, b, *_ = tensors = [alike[0][name] for alike in groups]
-            if a is None:
-                continue
-            bad = (a != b) | (a.signbit() != b.signbit())
-            if bad.any():
-                at = tuple(bad.nonzero()[0].tolist())
-                by_rank = _values_by_rank(groups, [tensor[at] for tensor in tensors])
-                text, first = f"ranks have several {values[name]}: {by_rank}", groups[0][0]
-                element = first_element(bad.expand_as(first["high"]), first["low"])
-                yield text, element, _odd_ranks(groups)
+        if len(groups) > 1:
+            yield from _find_different(groups, "high", "values")
+            if groups[0][0]["folds"] is not None:
+                text = "values of the scales that are folded into it"
+                yield from _find_different(groups, "folds", text)
 
 
-def find_different_scales(parts: Sequence[Record]) -> Iterator[_Wrong]:
+def _find_different(
+    groups: Sequence[Sequence[Record]], name: str, description: str
+) -> Iterator[Wrong]:
+    """Yield an element of a tensor in which the two largest groups of copies differ."""
+    tensors = [alike[0][name] for alike in groups]
+    a, b = tensors[:2]
+    bad = (a != b) | (a.signbit() != b.signbit())
+    if bad.any():
+        at = first_index(bad)
+        by_rank = _values_by_rank(groups, [tensor[at] for tensor in tensors])
+        first = groups[0][0]
+        element = first_element(bad.expand_as(first["high"]), first["low"])
+        yield Wrong(f"ranks have several {description}: {by_rank}", element, _odd_ranks(groups))
+
+
+def find_different_scales(parts: Sequence[Record]) -> Iterator[Wrong]:
     """Yield the ranks that scale by other amax histories than most ranks."""
-    known = [p for p in parts if p["delayed"] and p["high"].numel()]
+    known = [part for part in parts if part["delayed"] and part["high"].numel()]
     groups = _alike(known, lambda part: part["low"]["scales"])
-    if len(groups) < 2:
-        return
-    ranks, scales = _odd_ranks(groups), [alike[0]["low"]["scales"][0] for alike in groups]
-    first = next(part for part in known if part["rank"] in ranks)
-    text = f"not the cast of one device: {_values_by_rank(groups, scales)} as its scale"
-    yield text, first_element(torch.ones(first["high"].shape).bool(), first["low"]), ranks
+    if len(groups) > 1:
+        ranks = _odd_ranks(groups)
+        scales = _values_by_rank(groups, [alike[0]["low"]["scales"][0] for alike in groups])
+        first = next(part for part in known if part["rank"] in ranks)
+        everything = torch.ones_like(first["high"], dtype=torch.bool)
+        element = first_element(everything, first["low"])
+        yield Wrong(f"not the cast of one device: {scales} as its scale", element, ranks)
 
 
-def find_different_cast(parts: Sequence[Record], cast: Quantized) -> Iterator[_Wrong]:
+def find_different_cast(parts: Sequence[Record], cast: Quantized) -> Iterator[Wrong]:
     """Yield parts whose casts are not those of one device."""
     for part in parts:
-        low, (bad, text) = part["low"], compare(part["low"], cast)
+        bad, text = compare(part["low"], cast)
         if bad.any():
-            yield f"not the cast of one device: {text}", first_element(bad, low), (part["rank"],)
+            element = first_element(bad, part["low"])
+            yield Wrong(f"not the cast of one device: {text}", element, (part["rank"],))
 
 
-def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterator[_Wrong]:
+def find_wrong_folds(parts: Sequence[Record], others: Sequence[Cast]) -> Iterator[Wrong]:
     """Yield parts of a gradient whose folded scales are not those of the other operand's cast."""
-    for part in parts if parts[0]["folds"] is not None else ():
-        low, folds, wrong = part["low"], part["folds"], list[Tensor]()
+    for part in parts:
+        if part["folds"] is None or not part["high"].numel():
+            continue
+        wrong = []
         for cast in others:
-            scales, pieces = cast.low.scales[0], [*low["pieces"][:-1], [[0, 1]]]
-            if part["folded"] == "weight":
-                scales, pieces = scales.reshape(-1), low["pieces"][-1:]
-            ends = [max((end for _, end in dim), default=0) for dim in pieces]
-            fits = len(ends) == scales.ndim and all(map(int.__le__, ends, scales.shape))
-            if fits and part["rank"] in cast.parts[0]["low"]["ranks"]:
-                scales = taken(scales, pieces)
-                wrong.append((scales != folds) & ~(scales.isnan() & folds.isnan()))
-        bad = min(wrong, key=lambda mask: int(mask.sum()), default=None)  # the nearest micro-batch
-        if bad is not None and bad.any() and part["high"].numel():
+            scales = _folded_scales(part, cast)
+            if scales is not None:
+                wrong.append(differing(scales, part["folds"]))
+        # The cast of the same micro-batch is the nearest one.
+        bad = min(wrong, key=torch.count_nonzero, default=None)
+        if bad is not None and bad.any():
+            element = first_element(bad.expand_as(part["high"]), part["low"])
             text = f"its folded scales are not those of the {part['folded']}"
-            yield text, first_element(bad.expand_as(part["high"]), low), (part["rank"],)
+            yield Wrong(text, element, (part["rank"],))
+
+
+def _folded_scales(part: Record, cast: Cast) -> Tensor | None:
+    """Return the scales of a cast that belong to a part; None if the cast is not of its ranks."""
+    pieces = part["low"]["pieces"]
+    scales = cast.low.scales[0]
+    if part["folded"] == "weight":
+        scales = scales.reshape(-1)
+        pieces = pieces[-1:]
+    else:
+        pieces = [*pieces[:-1], [[0, 1]]]
+    if part["rank"] not in cast.parts[0]["low"]["ranks"] or len(pieces) != scales.ndim:
+        return None
+    for dim, size in zip(pieces, scales.shape, strict=True):
+        if any(end > size for _, end in dim):
+            return None
+    return taken(scales, pieces)
 
 
 def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
@@ -208,29 +262,48 @@ def cast_again(records: list[Record], parts: Sequence[Record]) -> Cast | None:
         records: the records of all ranks.
         parts: the records of one copy of each part.
     """
-    first, high = parts[0], _joined(parts, [part["high"] for part in parts])
+    first = parts[0]
+    high = _joined(parts, [part["high"] for part in parts])
     if high is None:
         return None
     scheme = scheme_named(first["low"]["scheme"])
     if first["folds"] is not None and high.numel():
         folds = _joined(parts, [part["folds"].expand_as(part["high"]) for part in parts])
-        matrix, factors = (tensor.reshape(-1, high.shape[-1]) for tensor in (high, folds))
-        s, t = (factors[0], None) if first["folded"] == "weight" else (None, factors[:, 0])
-        qdata, scale = fold_gradient(matrix, scheme.dtype, s, t, False)
-        scales = (scale.reshape(scheme.scale_shapes(high.shape)[0]),)
-        return Cast(records, high * folds, Quantized(qdata.reshape(high.shape), scales, scheme))
-    if first["delayed"] and not high.isfinite().all():
-        return None  # the scale is NaN only on ranks with such values
+        return Cast(records, high * folds, _fold_again(high, folds, scheme, first["folded"]))
     if not first["delayed"]:
         return Cast(records, high, cast_once(high, scheme))
-    # A scale is the rounded reciprocal of a multiplier. Three multipliers may give this scale.
+    if not high.isfinite().all():
+        return None  # the scale is NaN only on ranks with such values
     scale = torch.stack([part["low"]["scales"][0] for part in records]).nanmedian()
     recorded = _joined(parts, [as_bytes(part["low"]["qdata"]) for part in parts])
-    base, limit = scale.reciprocal(), torch.finfo(scheme.dtype).max
-    around = base, base.nextafter(base * 0), base.nextafter(base * 2)
-    casts = [(high.to(torch.float32) * m).clamp(-limit, limit).to(scheme.dtype) for m in around]
-    best = min(casts, key=lambda qdata: int((as_bytes(qdata) != recorded).sum()))
-    return Cast(records, high, Quantized(best, (scale,), scheme))
+    return Cast(records, high, _cast_delayed(high, scale, scheme, recorded))
+
+
+def _fold_again(high: Tensor, folds: Tensor, scheme: Scheme, folded: Operand) -> Quantized:
+    """Cast a gradient into which the scales of another operand are folded."""
+    matrix = high.reshape(-1, high.shape[-1])
+    factors = folds.reshape(matrix.shape)
+    of_columns = factors[0] if folded == "weight" else None
+    of_rows = None if folded == "weight" else factors[:, 0]
+    qdata, scale = fold_gradient(matrix, scheme.dtype, of_columns, of_rows, False)
+    scale = scale.reshape(scheme.scale_shapes(high.shape)[0])
+    return Quantized(qdata.reshape(high.shape), (scale,), scheme)
+
+
+def _cast_delayed(high: Tensor, scale: Tensor, scheme: Scheme, recorded: Tensor) -> Quantized:
+    """Cast an operand by a scale.
+
+    A scale is the rounded reciprocal of a multiplier. Three multipliers may give this scale, of
+    which the one that comes nearest to the recorded bytes is taken.
+    """
+    limit = torch.finfo(scheme.dtype).max
+    base = scale.reciprocal()
+    casts = []
+    for multiplier in (base, base.nextafter(base * 0), base.nextafter(base * 2)):
+        scaled = high.to(torch.float32) * multiplier
+        casts.append(scaled.clamp(-limit, limit).to(scheme.dtype))
+    best = min(casts, key=lambda qdata: torch.count_nonzero(as_bytes(qdata) != recorded))
+    return Quantized(best, (scale,), scheme)
 
 
 def compare_taken(record: Record, low: Record, cast: Quantized) -> Difference:
@@ -241,10 +314,12 @@ def compare_taken(record: Record, low: Record, cast: Quantized) -> Difference:
     elif record["groups"] is None and record["gemm"] == "grad_weight":
         cast = cast.scheme.for_rows(cast, None)
     bad, text = compare(low, cast)
-    element = first_element(bad, low) if bad.any() else ()
-    if element and is_transposed:
+    if not bad.any():
+        return Difference()
+    element = first_element(bad, low)
+    if is_transposed:
         element = element[0], element[2], element[1]  # it is stored as [E, K, N]
-    return int(bad.sum()), element, text
+    return Difference(int(bad.sum()), element, text)
 
 
 def _bytes_and_scales(low: Quantized) -> tuple[Tensor, Tensor]:
@@ -264,71 +339,101 @@ def compare(low: Record, cast: Quantized) -> tuple[Tensor, str]:
     if local.scheme != cast.scheme:  # scales were folded into the other operand
         expected_scales = torch.ones_like(expected_scales)
     bad = data != expected
-    bad |= (scales != expected_scales) & ~(scales.isnan() & expected_scales.isnan())
+    bad |= differing(scales, expected_scales)
     if not bad.any():
         return bad, ""
-    at = tuple(bad.nonzero()[0].tolist())
-    a, b = (
-        f"{data[at].view(local.qdata.dtype).item():g} (0x{data[at].item():02x}) x {scale[at]:g}"
-        for data, scale in ((data, scales), (expected, expected_scales))
-    )
-    return bad, f"{a}, not {b}"
+    at = first_index(bad)
+
+    def shown(data: Tensor, scales: Tensor) -> str:
+        value = data[at].view(local.qdata.dtype)
+        return f"{value.item():g} (0x{data[at].item():02x}) x {scales[at]:g}"
+
+    return bad, f"{shown(data, scales)}, not {shown(expected, expected_scales)}"
 
 
-def sent_rows(record: Record, casts: Sequence[Cast]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the rows that were sent to a grouped GEMM: bytes, and (rank, row, expert) of each row.
+class SentRows(NamedTuple):
+    """The rows that were sent to a grouped GEMM in one micro-batch, as they should arrive.
 
-    Yield one pair for each micro-batch, except those that lack the cast of a rank.
+    Attributes:
+        data: the bytes of the rows and of their scales.
+        origins: int64 ``[R, 3]``: the rank that sent each row, the row there, and its expert.
     """
-    rank, experts = record["rank"], len(record["groups"])
+
+    data: Tensor
+    origins: Tensor
+
+
+def sent_rows(record: Record, casts: Sequence[Cast]) -> Iterator[SentRows]:
+    """Yield the rows of each micro-batch, except for those that lack the cast of a rank."""
+    rank = record["rank"]
     calls: dict[int, dict[int, Record]] = defaultdict(dict)
-    for part in (part for cast in casts for part in cast.parts):
-        calls[part["call"]][part["rank"]] = part
+    for cast in casts:
+        for part in cast.parts:
+            calls[part["call"]][part["rank"]] = part
     for parts in calls.values():
-        dispatch = parts[rank]["dispatch"] if rank in parts else None
-        if dispatch is not None and parts.keys() >= {*dispatch[1]}:
-            first = experts * dispatch[1].index(rank)
-            data, names = list[Tensor](), list[Tensor]()
-            for expert in range(experts):
-                for part in (parts[source] for source in dispatch[1]):
-                    i = (part["dispatch"][0] == first + expert).nonzero()[:, 0]
-                    data.append(_bytes_of_rows(part["low"])[i])
-                    name = torch.full_like(i, part["rank"]), i, torch.full_like(i, expert)
-                    names.append(torch.stack(name, 1))
-            yield torch.cat(data), torch.cat(names)
-        elif dispatch is None and rank in parts:
-            cast = _bytes_of_rows(parts[rank]["low"])
-            expert_ids = torch.repeat_interleave(record["groups"])
-            if len(cast) == len(expert_ids):  # otherwise they are of another micro-batch
-                i = torch.arange(len(cast))
-                yield cast, torch.stack([torch.full_like(i, rank), i, expert_ids], 1)
+        if rank not in parts:
+            continue
+        if parts[rank]["dispatch"] is not None:
+            sources = parts[rank]["dispatch"][1]
+            if parts.keys() >= {*sources}:
+                yield _dispatched_rows(record, [parts[source] for source in sources])
+        else:
+            data = _bytes_of_rows(parts[rank]["low"])
+            experts = torch.repeat_interleave(record["groups"])
+            if len(data) == len(experts):  # otherwise they are of another micro-batch
+                rows = torch.arange(len(data))
+                ranks = torch.full_like(rows, rank)
+                yield SentRows(data, torch.stack([ranks, rows, experts], 1))
 
 
-def compare_rows(record: Record, low: Record, sent: Tensor, names: Tensor) -> Difference:
+def _dispatched_rows(record: Record, sources: Sequence[Record]) -> SentRows:
+    """Return the rows that the ranks of ``sources`` sent to the experts of a rank."""
+    data = torch.cat([_bytes_of_rows(source["low"]) for source in sources])
+    chosen = torch.cat([source["dispatch"][0] for source in sources])
+    counts = torch.tensor([len(source["dispatch"][0]) for source in sources])
+    ranks = torch.tensor([source["rank"] for source in sources]).repeat_interleave(counts)
+    rows = torch.cat([torch.arange(count) for count in counts.tolist()])
+
+    experts = len(record["groups"])
+    first = experts * sources[0]["dispatch"][1].index(record["rank"])
+    # By expert, then in the order of the ranks.
+    own_experts = torch.arange(first, first + experts)[:, None, None]
+    expert, at, _ = (chosen == own_experts).nonzero(as_tuple=True)
+    return SentRows(data[at], torch.stack([ranks[at], rows[at], expert], 1))
+
+
+def compare_rows(record: Record, low: Record, sent: SentRows) -> Difference:
     """Compare rows of experts, of which some may not have arrived, with the rows that were sent."""
-    rows, experts = _bytes_of_rows(low), torch.repeat_interleave(record["groups"])
-    size, count = min(len(rows), len(sent)), max(len(rows), len(sent))
-    differs = torch.ones(count, rows.shape[1], dtype=torch.bool)
-    differs[:size] = rows[:size] != sent[:size]
+    rows = _bytes_of_rows(low)
+    experts = torch.repeat_interleave(record["groups"])
+    common = min(len(rows), len(sent.data))
+    differs = torch.ones(max(len(rows), len(sent.data)), rows.shape[1], dtype=torch.bool)
+    differs[:common] = rows[:common] != sent.data[:common]
     is_bad = differs.any(1)
-    is_bad[:size] |= experts[:size] != names[:size, 2]
+    is_bad[:common] |= experts[:common] != sent.origins[:common, 2]
     if not is_bad.any():
-        return 0, (), ""
-    at = int(is_bad.nonzero()[0])
-    column = min(int(differs[at].to(torch.uint8).argmax()), low["qdata"].shape[1] - 1)
-    wrong = int(is_bad.sum()), (at, column)
-    if at >= len(sent):
-        return *wrong, "no rank has sent this row"
-    source, row, expert = names[at].tolist()
-    text = f"row {row} of rank {source} for this rank's expert {expert}"
+        return Difference()
+    (at,) = first_index(is_bad)
+    column = min(int(differs[at].int().argmax()), low["qdata"].shape[1] - 1)
+    text = _wrong_row(rows, experts, sent, at, column)
+    return Difference(int(is_bad.sum()), (at, column), text)
+
+
+def _wrong_row(rows: Tensor, experts: Tensor, sent: SentRows, at: int, column: int) -> str:
+    """Describe a row that differs from the one that was sent."""
+    if at >= len(sent.data):
+        return "no rank has sent this row"
+    rank, row, expert = sent.origins[at].tolist()
+    text = f"row {row} of rank {rank} for this rank's expert {expert}"
     if at >= len(rows):
-        return *wrong, f"{text} has not arrived"
-    alike = names[(sent == rows[at]).all(1), :2].tolist()
-    if [source, row] in alike:
-        return *wrong, f"{text} is among those of expert {experts[at]}"
+        return f"{text} has not arrived"
+    alike = sent.origins[(sent.data == rows[at]).all(1), :2].tolist()
+    if [rank, row] in alike:
+        return f"{text} is among those of expert {experts[at]}"
     if alike:
-        return *wrong, f"row {alike[0][1]} of rank {alike[0][0]}, not {text}"
-    return *wrong, f"0x{rows[at, column]:02x}, not 0x{sent[at, column]:02x}, of {text}"
+        other_rank, other_row = alike[0]
+        return f"row {other_row} of rank {other_rank}, not {text}"
+    return f"0x{rows[at, column]:02x}, not 0x{sent.data[at, column]:02x}, of {text}"
 
 
 def _bytes_of_rows(low: Record) -> Tensor:

@@ -99,9 +99,9 @@ class Replay:
         return [*findings, *self._check_statistics()]
 
     def _check_cast(self, parts: list[Record]) -> Iterator[Finding]:
+        first = parts[0]
         copies = comparisons.group_copies(parts)
-        first, cast = parts[0], comparisons.cast_again(parts, [groups[0][0] for groups in copies])
-        place = first["step"], first["position"], first["fqn"], first["operand"], first["gemms"]
+        cast = comparisons.cast_again(parts, [groups[0][0] for groups in copies])
         wrong = [comparisons.find_not_finite(parts), comparisons.find_different_copies(copies)]
         if cast is not None:
             self._casts[_key(first)].append(cast)
@@ -109,34 +109,38 @@ class Replay:
             wrong.append(comparisons.find_different_scales(parts))
             wrong.append(comparisons.find_different_cast(parts, cast.low))
             wrong.append(comparisons.find_wrong_folds(parts, others))
-        if (first_wrong := next(chain(*wrong), None)) is not None:
-            yield Finding(True, *place, *first_wrong, cast)
+        first_wrong = next(chain(*wrong), None)
+        if first_wrong is not None:
+            yield _finding(first, first["operand"], first["gemms"], *first_wrong, cast)
         elif cast is None:
             self.checked["casts can't be repeated, because parts are missing or not finite"] += 1
         else:
             self.checked["casts equal those of one device, bit for bit"] += 1
             if text := "; ".join(map(text_of, FirstAnomalies(self._limits).of(cast.stats()))):
-                yield Finding(False, *place, text, *cast.largest(), cast)
+                yield _unusual(first, text, cast)
 
     def _check_operands(self, record: Record) -> Iterator[Finding]:
-        gemm, rank = record["gemm"], record["rank"]
+        gemm = record["gemm"]
+        rank = record["rank"]
         for operand, side in zip(GEMM_OPERANDS[gemm], ("left", "right"), strict=True):
-            low, key = record[side], (record["step"], record["fqn"], operand)
-            casts = [cast for cast in self._casts[key] if gemm in cast.parts[0]["gemms"]]
+            low = record[side]
+            casts = self._casts[record["step"], record["fqn"], operand]
+            casts = [cast for cast in casts if gemm in cast.parts[0]["gemms"]]
             here = [cast for cast in casts if rank in cast.parts[0]["low"]["ranks"]]
             if record["groups"] is None or operand == "weight":
                 differences = [comparisons.compare_taken(record, low, cast.low) for cast in here]
             else:
                 sent = comparisons.sent_rows(record, casts)
-                differences = [comparisons.compare_rows(record, low, *rows) for rows in sent]
-            # Choose the micro-batch with the fewest differences.
-            count, element, text = min(differences, key=itemgetter(0), default=(None, (), ""))
-            if count is None:
+                differences = [comparisons.compare_rows(record, low, rows) for rows in sent]
+            if not differences:
                 self.checked["operands lack a cast to compare with"] += 1
-            elif count:
+                continue
+            # Choose the micro-batch with the fewest differences.
+            wrong, element, text = min(differences, key=attrgetter("wrong"))
+            if wrong:
                 text = f"what arrived for the GEMM is not what was cast: {text}"
-                place = record["step"], record["position"], record["fqn"], operand, [gemm]
-                yield Finding(True, *place, text, element, (rank,), here[0] if here else None)
+                cast = here[0] if here else None
+                yield _finding(record, operand, [gemm], text, element, (rank,), cast)
             else:
                 self.checked["operands equal what was cast, bit for bit"] += 1
 
@@ -147,14 +151,13 @@ class Replay:
             self.checked["GEMMs need parts of other ranks"] += 1
             return
         result = record["result"]
-        differs = (again != result) & ~(again.isnan() & result.isnan())
+        differs = comparisons.differing(again, result)
         rounding = again.abs().double() * torch.finfo(again.dtype).eps + sizes.double() / 2**10
         bad = differs & ~((again.double() - result.double()).abs() <= rounding)
         if bad.any():
-            at = tuple(bad.nonzero()[0].tolist())
+            at = comparisons.first_index(bad)
             text = f"{result[at].item():g} where the GEMM is {again[at].item():g}"
-            place = record["step"], record["position"], record["fqn"], "result", [record["gemm"]]
-            yield Finding(True, *place, text, at, (record["rank"],))
+            yield _finding(record, "result", [record["gemm"]], text, at, (record["rank"],))
         else:
             how = "within their rounding" if differs.any() else "bit for bit"
             self.checked[f"GEMMs are equal {how}"] += 1
@@ -163,18 +166,49 @@ class Replay:
         anomalies = FirstAnomalies(self._limits)
         # Ranks have the same rows, unless they belong to different pipeline stages.
         all_rows = [row for file in self.files for row in file["rows"]]
-        rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): CastStats(**r) for r in all_rows}
-        for row in sorted(rows.values(), key=attrgetter("step", "position")):
+        rows = {(r["step"], r["fqn"], r["operand"], r["gemms"]): r for r in all_rows}
+        for fields in sorted(rows.values(), key=itemgetter("step", "position")):
+            row = CastStats(**fields)
             casts = self._casts[row.step, row.fqn, row.operand]
             casts = [c for c in casts if c.parts[0]["gemms"] == [*row.gemms] and c.high.numel()]
             for anomaly in anomalies.of(row):
                 is_wrong = anomaly.what == "non-finite"
-                place = row.step, row.position, row.fqn, row.operand, row.gemms
                 if not casts:
-                    yield Finding(is_wrong, *place, text_of(anomaly))
+                    found = _finding(fields, row.operand, row.gemms, text_of(anomaly))
+                    yield found._replace(is_wrong=is_wrong)
                 elif not is_wrong:  # otherwise _check_cast has reported it
                     cast = max(casts, key=lambda cast: cast.stats().amax)
-                    yield Finding(is_wrong, *place, text_of(anomaly), *cast.largest(), cast)
+                    yield _unusual(fields, text_of(anomaly), cast)
+
+
+def _finding(
+    record: Record,
+    operand: str,
+    gemms: Sequence[str],
+    text: str,
+    element: Element | None = None,
+    ranks: tuple[int, ...] = (),
+    cast: Cast | None = None,
+) -> Finding:
+    """Return what is wrong with a recorded cast or GEMM, or with a row of statistics."""
+    return Finding(
+        is_wrong=True,
+        step=record["step"],
+        position=record["position"],
+        fqn=record["fqn"],
+        operand=operand,
+        gemms=gemms,
+        text=text,
+        element=element,
+        ranks=ranks,
+        cast=cast,
+    )
+
+
+def _unusual(record: Record, text: str, cast: Cast) -> Finding:
+    """Return what is unusual about a cast, with the place of its largest magnitude."""
+    found = _finding(record, record["operand"], record["gemms"], text, *cast.largest(), cast)
+    return found._replace(is_wrong=False)
 
 
 def _load(folder: Path) -> list[dict[str, Any]]:
