@@ -45,6 +45,17 @@ def nothing(device: torch.device | str) -> torch.Tensor:
     return total
 
 
+def _column(table: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a view of one measure in ``table [..., 11]``."""
+    return table[..., Measures._fields.index(name)]
+
+
+def set_(table: torch.Tensor, **measures: torch.Tensor | float) -> None:
+    """Set some of the measures in ``table [..., 11]``, by the names of their fields."""
+    for name, values in measures.items():
+        _column(table, name)[...] = values
+
+
 def combine_(total: torch.Tensor, more: torch.Tensor) -> None:
     """Combine a total in place with measures ``[..., 11]`` of more casts of the same operands."""
     total[..., :MAXIMA] = torch.maximum(total[..., :MAXIMA], more[..., :MAXIMA])  # propagates NaN
@@ -65,26 +76,38 @@ def measure_casts(high: torch.Tensor, lows: Sequence[Quantized], rank: int) -> l
     matrix = high.detach().reshape(-1, columns)
     qdatas = [low.qdata.detach().reshape(matrix.shape) for low in lows]
     scales = [matrix_scales(low) for low in lows]
-    size = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
-    for start in range(0, len(matrix), size):
-        part = matrix[start : start + size]
-        x, bits = part.to(torch.promote_types(part.dtype, torch.float32)), magnitudes(part)
-        amax, values = bits.max().view(part.dtype), torch.count_nonzero(bits)
-        nonfinite = torch.zeros_like(values)
-        if not (part.is_cpu and amax.isfinite()):
-            nonfinite = torch.count_nonzero(part - part)  # inf - inf and NaN - NaN are NaN
+    rows = max(1, (_CPU_PART if high.is_cpu else _PART) // columns)
+    for start in range(0, len(matrix), rows):
+        part = matrix[start : start + rows]
+        x = part.to(torch.promote_types(part.dtype, torch.float32))
+        of_operand = _measure_operand(part)
         for total, low, qdata, scale in zip(totals, lows, qdatas, scales, strict=True):
             if scale.ndim and len(scale) == len(matrix):
-                scale = scale[start : start + size]
-            coded, limit = qdata[start : start + size], low.scheme.saturates_above
-            underflow, saturated, *squares = _measure_part(x, values, coded, scale, limit)
-            total[0] = torch.maximum(total[0], amax)
-            sums = values, underflow, saturated, nonfinite, *squares
-            total[MAXIMA:] += torch.stack([number.to(torch.float64) for number in sums])
+                scale = scale[start : start + rows]
+            measured = of_operand.clone()
+            qdata_part = qdata[start : start + rows]
+            _measure_cast_(measured, x, qdata_part, scale, low.scheme.saturates_above)
+            combine_(total, measured)
     for total, scale in zip(totals, scales, strict=True):
-        total[1], total[2] = scale.max(), -scale.min()
-        total[3] = torch.where(total[8] > 0, -float(rank), -math.inf)
+        set_(
+            total,
+            scale=scale.max(),
+            minus_scale=-scale.min(),
+            minus_rank=torch.where(_column(total, "nonfinite") > 0, -float(rank), -math.inf),
+        )
     return totals
+
+
+def _measure_operand(part: torch.Tensor) -> torch.Tensor:
+    """Return the measures of a part of an operand that do not depend on its casts."""
+    total = nothing(part.device)
+    bits = magnitudes(part)
+    amax = bits.max().view(part.dtype)
+    set_(total, amax=amax, values=torch.count_nonzero(bits))
+    if not (part.is_cpu and amax.isfinite()):
+        # inf - inf and NaN - NaN are NaN
+        set_(total, nonfinite=torch.count_nonzero(part - part))
+    return total
 
 
 def matrix_scales(low: Quantized) -> torch.Tensor:
@@ -98,27 +121,34 @@ def matrix_scales(low: Quantized) -> torch.Tensor:
     return wide.expand(*rows, columns).reshape(-1, columns)
 
 
-def _measure_part(
-    x: torch.Tensor, values: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor, limit: float
-) -> tuple[torch.Tensor, ...]:
-    """Return ``underflow``, ``saturated``, ``signal`` and ``noise`` of a part ``x``, 0-dim each.
+def _measure_cast_(
+    total: torch.Tensor,
+    x: torch.Tensor,
+    qdata: torch.Tensor,
+    scale: torch.Tensor,
+    limit: float,
+) -> None:
+    """Add the measures of the cast of a part ``x`` to those of the part itself.
 
     Squares are summed in units of the scale, so that they neither overflow nor vanish in fp32.
     """
     units = x * scale.reciprocal()
     largest = max(abs(end.item()) for end in units.aminmax()) if units.is_cpu else math.inf
-    saturated = torch.zeros_like(values)
     if not largest <= limit:
-        saturated = torch.count_nonzero(units.abs() > limit)
+        set_(total, saturated=torch.count_nonzero(units.abs() > limit))
     low = upcast(qdata, x.dtype, largest < math.inf) if qdata.is_cpu else qdata.to(x.dtype)
     # The dims along which one scale covers all indices. Along the others it covers one index.
     dims = [d for d in range(2) if not (scale.ndim and scale.shape[d] == x.shape[d])]
     unit = scale.to(torch.float64).square()
-    squares = units.square(), (low - units).square()
-    signal, noise = (
-        ((x.sum(dims, keepdim=True) if dims else x).double() * unit).sum() for x in squares
-    )
-    return values - torch.count_nonzero(magnitudes(qdata)), saturated, signal, noise
+
+    def sum_squares(values: torch.Tensor) -> torch.Tensor:
+        squares = values.square()
+        if dims:
+            squares = squares.sum(dims, keepdim=True)
+        return (squares.double() * unit).sum()
+
+    underflow = _column(total, "values") - torch.count_nonzero(magnitudes(qdata))
+    set_(total, underflow=underflow, signal=sum_squares(units), noise=sum_squares(low - units))
 
 
 def measure_gemm(
@@ -135,12 +165,15 @@ def measure_gemm(
         result: the result of the float8 GEMM.
     """
     a, b, product = (x.reshape(-1, x.shape[-1]).to(torch.float32) for x in (left, right, result))
-    a, b = (a.t() if gemm == "grad_weight" else a), (b.t() if gemm == "output" else b)
+    if gemm == "grad_weight":
+        a = a.t()
+    if gemm == "output":
+        b = b.t()
     if not a.numel() or a.shape[1] != b.shape[0] or product.shape != (len(a), b.shape[1]):
         return None
     exact = torch.mm(a, b)
     total = nothing(exact.device)
-    total[1] = total[2] = 0.0
-    total[9] = exact.to(torch.float64).square().sum()
-    total[10] = (product - exact).to(torch.float64).square().sum()
+    signal = exact.to(torch.float64).square().sum()
+    noise = (product - exact).to(torch.float64).square().sum()
+    set_(total, scale=0.0, minus_scale=0.0, signal=signal, noise=noise)
     return total
