@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8_dist.debug.measures import nothing
+from fp8_dist.debug.measures import nothing, set_
 from fp8_dist.debug.rows import Anomaly, AnomalyLimits
 from fp8_dist.debug.slots import Patterns, Slot, matching
 from fp8_dist.debug.statistics import StepObserver
@@ -44,6 +44,18 @@ ON_CPU = 128  # on CPU, passing casts take at most 1/128 of max_bytes: allocatio
 MOST = 16  # the largest number of recordings that anomalies cause
 
 Record = dict[str, Any]
+_State = tuple[int | None, int]  # the version of a tensor, and the size of its storage
+
+
+class _Passing(NamedTuple):
+    """A cast of this step in a layer that is not recorded. It is not copied."""
+
+    slot: Slot
+    original: Original
+    low: Quantized
+    call: int
+    states: list[tuple[Tensor, _State]]
+    bytes: int
 
 
 class Recorder(StepObserver):
@@ -67,16 +79,19 @@ class Recorder(StepObserver):
         mesh: DeviceMesh | None,
     ) -> None:
         super().__init__(model, mesh, AnomalyLimits())
-        self._kept_bytes = self._passing_bytes = self.dropped = 0
+        self.dropped = 0
+        self._kept_bytes = 0
+        self._passing_bytes = 0
         self._layers = matching("record", layers, [*dict.fromkeys(self._names.values())])
-        self._folder, self._steps = folder, steps
-        self._max = self._window = max_bytes  # for all tensors, and for passing casts
+        self._folder = folder
+        self._steps = steps
+        self._max = max_bytes  # for all tensors
+        self._window = max_bytes  # for passing casts
         # The layers that are recorded in this step, and in the next one, with the reason.
-        self._armed, self._next = dict[str, str](), dict[str, str]()
+        self._armed: dict[str, str] = {}
+        self._next: dict[str, str] = {}
         self._kept: deque[Record] = deque()  # copies, of recorded layers
-        # Passing casts are this step's casts of layers that are not recorded. They are not copied.
-        # An entry has the arguments of _record_of, the tensors with the state of each, and a size.
-        self._passing: deque[tuple[Any, list[tuple[Tensor, Any]], int]] = deque()
+        self._passing: deque[_Passing] = deque()
         # The largest scale of each call of each cast of this step, in the order of the casts.
         self._scales: dict[Any, list[Tensor]] = {}
         self._positions: dict[Any, float] = {}  # of recorded GEMMs among the casts
@@ -84,7 +99,8 @@ class Recorder(StepObserver):
         # Read now, because the process group may be gone when the program ends.
         self._rank = this_rank()
         self._world = dist.get_world_size() if dist.is_initialized() else 1
-        self._left, self._undo = MOST, ExitStack()
+        self._left = MOST
+        self._undo = ExitStack()
         folder.mkdir(parents=True, exist_ok=True)
         # Remove files that a killed run has left: those of this rank, and of ranks that are gone.
         for path in folder.glob("*.incomplete/rank*.pt"):
@@ -141,7 +157,8 @@ class Recorder(StepObserver):
 
         ``float8_stats(model, on_anomaly=recorder.follow)`` finds anomalies that scales do not show.
         """
-        (self._next if self._scales else self._armed)[anomaly.row.fqn] = str(anomaly)
+        armed = self._next if self._scales else self._armed
+        armed[anomaly.row.fqn] = str(anomaly)
 
     def write(self, reason: str = "on demand") -> Path:
         """Write the records that are kept, and return the folder of the recording.
@@ -153,31 +170,45 @@ class Recorder(StepObserver):
         self._written[self.step] += 1  # the same on all ranks, without communication
         again = f"-{self._written[self.step]}" if self._written[self.step] > 1 else ""
         folder = self._folder / f"step{self.step:06d}{again}"
-        unfinished, name = folder.with_suffix(".incomplete"), _file_name(self._rank)
-        content: Record = {"version": VERSION, "rank": self._rank, "world": self._world}
-        content |= {"step": self.step, "reason": reason, "threads": torch.get_num_threads()}
-        content |= {"limits": asdict(self.limits), "rows": [asdict(row) for row in self.rows]}
+        unfinished = folder.with_suffix(".incomplete")
+        name = _file_name(self._rank)
+        new = unfinished / f".{name}"
         try:
-            if torch.cuda.is_initialized():
-                torch.cuda.synchronize()  # other streams may cast, too
-            records = [*self._kept]
-            for cast, states, _ in self._passing:
-                if all(_state_of(tensor) == state for tensor, state in states):
-                    records.append(self._record_of(*cast))
-            content["records"] = [_copied(record, "cpu") for record in records]
+            content = self._content(reason)
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.mkdir(parents=True, exist_ok=True)
-            torch.save(content, unfinished / f".{name}")
-            (unfinished / f".{name}").replace(unfinished / name)
+            torch.save(content, new)
+            new.replace(unfinished / name)
             if all((unfinished / _file_name(rank)).exists() for rank in range(self._world)):
                 with suppress(FileNotFoundError):  # another rank has renamed it
                     unfinished.rename(folder)
                     command = f"python -m fp8_dist.debug.replay {folder}"
                     warnings.warn(f"record: {reason}; see {command}", stacklevel=2)
         except (OSError, RuntimeError) as error:  # such as a full disk
-            (unfinished / f".{name}").unlink(missing_ok=True)
+            new.unlink(missing_ok=True)
             warnings.warn(f"record: {reason}, but it can't be written: {error}", stacklevel=2)
         return folder
+
+    def _content(self, reason: str) -> Record:
+        """Return what a rank writes."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # other streams may cast, too
+        records = [*self._kept]
+        for cast in self._passing:
+            is_unchanged = all(_state_of(tensor) == state for tensor, state in cast.states)
+            if is_unchanged:
+                records.append(self._record_of(cast.slot, cast.original, cast.low, cast.call))
+        return {
+            "version": VERSION,
+            "rank": self._rank,
+            "world": self._world,
+            "step": self.step,
+            "reason": reason,
+            "threads": torch.get_num_threads(),
+            "limits": asdict(self.limits),
+            "rows": [asdict(row) for row in self.rows],
+            "records": [_copied(record, "cpu") for record in records],
+        }
 
     def __repr__(self) -> str:
         return f"Recorder(step {self.step}, {self.bytes:,} bytes, {self.dropped} dropped)"
@@ -190,44 +221,65 @@ class Recorder(StepObserver):
             if slot is None or high.is_meta:
                 continue
             calls = self._scales.setdefault(key, [])
-            cast = slot, original, low, len(calls)
+            call = len(calls)
             calls.append(_largest(low.scales))
             if self._is_recorded(slot.fqn):
-                self._keep(self._record_of(*cast))
+                self._keep(self._record_of(slot, original, low, call))
             else:
-                if original.folds is not None:  # FSDP2 frees the scales that it has gathered
-                    cast = slot, original._replace(folds=original.folds.clone()), *cast[2:]
-                tensors = high, cast[1].folds, low.qdata, *low.scales
-                states = [(t, _state_of(t)) for t in tensors if t is not None]
-                size = sum([nbytes for _, (_, nbytes) in states])
-                self._passing.append((cast, states, size))
-                self._passing_bytes += size
-                self._window = self._max // ON_CPU if high.is_cpu else self._max
-                self._make_room()
+                self._pass(slot, original, low, call)
+
+    def _pass(self, slot: Slot, original: Original, low: Quantized, call: int) -> None:
+        """Keep a cast of a layer that is not recorded, without a copy, as long as there is room."""
+        high = original.high
+        tensors = [high, low.qdata, *low.scales]
+        if original.folds is not None:
+            folds = original.folds.clone()  # FSDP2 frees the scales that it has gathered
+            original = original._replace(folds=folds)
+            tensors.append(folds)
+        states = [(tensor, _state_of(tensor)) for tensor in tensors]
+        size = sum([nbytes for _, (_, nbytes) in states])
+        self._passing.append(_Passing(slot, original, low, call, states, size))
+        self._passing_bytes += size
+        self._window = self._max // ON_CPU if high.is_cpu else self._max
+        self._make_room()
 
     def on_multiply(self, owner: Owner, product: Product) -> None:
-        gemm, left, right, result, options, layouts, groups, *_ = product
         fqn = self._names.get(owner, "")
         if self._is_recorded(fqn):
+            left_layout, right_layout = product.layouts
             # A GEMM comes after the casts of its operands.
-            position = self._positions.setdefault((owner, gemm), len(self._scales) - 0.5)
-            record = self._new_record(fqn, position)
-            record |= {"gemm": gemm, "result": result, "options": [*options]}
-            record |= {"left": _low(left, layouts[0], self._rank)}
-            record |= {"right": _low(right, layouts[1], self._rank)}
-            self._keep(record | {"groups": groups and groups.on_host})
-
-    def _new_record(self, fqn: str, position: float) -> Record:
-        return {"rank": self._rank, "step": self.step, "position": position, "fqn": fqn}
+            after_casts = len(self._scales) - 0.5
+            record = {
+                "rank": self._rank,
+                "step": self.step,
+                "position": self._positions.setdefault((owner, product.gemm), after_casts),
+                "fqn": fqn,
+                "gemm": product.gemm,
+                "result": product.result,
+                "options": [*product.options],
+                "left": _low(product.left, left_layout, self._rank),
+                "right": _low(product.right, right_layout, self._rank),
+                "groups": product.groups and product.groups.on_host,
+            }
+            self._keep(record)
 
     def _record_of(self, slot: Slot, original: Original, low: Quantized, call: int) -> Record:
         """Return the record of a cast of this step, which is call number ``call`` of its slot."""
-        high, layout, folds, dispatch = original
-        record = self._new_record(slot.fqn, [*self._scales].index(slot.key))
-        record |= {"operand": slot.operand, "gemms": [*slot.gemms], "call": call}
-        record |= {"delayed": slot.delayed, "folded": slot.folded, "folds": folds}
-        record |= {"dispatch": dispatch and [*dispatch]}
-        return record | {"high": high, "low": _low(low, layout, self._rank)}
+        return {
+            "rank": self._rank,
+            "step": self.step,
+            "position": [*self._scales].index(slot.key),
+            "fqn": slot.fqn,
+            "operand": slot.operand,
+            "gemms": [*slot.gemms],
+            "call": call,
+            "delayed": slot.delayed,
+            "folded": slot.folded,
+            "folds": original.folds,
+            "dispatch": original.dispatch and [*original.dispatch],
+            "high": original.high,
+            "low": _low(low, original.layout, self._rank),
+        }
 
     def _is_recorded(self, fqn: str) -> bool:
         return fqn in self._layers or fqn in self._armed
@@ -240,10 +292,13 @@ class Recorder(StepObserver):
 
     def _make_room(self) -> None:
         while self._passing and (self._passing_bytes > self._window or self.bytes > self._max):
-            self._passing_bytes -= self._passing.popleft()[-1]
+            self._passing_bytes -= self._passing.popleft().bytes
         while self.bytes > self._max:
-            self._kept_bytes -= self._kept.popleft()["bytes"]
+            self._drop_oldest()
             self.dropped += 1
+
+    def _drop_oldest(self) -> None:
+        self._kept_bytes -= self._kept.popleft()["bytes"]
 
     def _before_optimizer(self, *_: Any) -> None:
         # Optimizers that step within one backward end one step together.
@@ -258,23 +313,28 @@ class Recorder(StepObserver):
     def _forget(self) -> None:
         """Clear the state of the step that ended, except for the copied records."""
         self._passing_bytes = 0
-        for state in (self._passing, self._scales, self._positions):
-            state.clear()
+        self._passing.clear()
+        self._scales.clear()
+        self._positions.clear()
 
     def _end_step(self) -> None:
-        self._measured, count, armed = self._measures_of_scales(), len(self.anomalies), self._armed
+        armed = self._armed
+        count = len(self.anomalies)
+        self._measured = self._measures_of_scales()
         super()._end_step()
         if not self._last:
             self.step -= 1  # no rank has cast anything since an optimizer ended the last step
             return
         new: dict[str, str] = {}
-        for a in self.anomalies[count:]:
-            new.setdefault(a.row.fqn, f"step {self.step}: {a.row.fqn}: {text_of(a)}")
-        self._armed, self._next = self._next | new, {}
+        for anomaly in self.anomalies[count:]:
+            fqn = anomaly.row.fqn
+            new.setdefault(fqn, f"step {self.step}: {fqn}: {text_of(anomaly)}")
+        self._armed = self._next | new
+        self._next = {}
         oldest = self.step - self._steps
         self.rows = [row for row in self.rows if row.step > oldest]
         while self._kept and self._kept[0]["step"] <= oldest:
-            self._kept_bytes -= self._kept.popleft()["bytes"]
+            self._drop_oldest()
         reasons = [*new.values(), *armed.values()]
         if reasons and self._left:
             self._left -= 1
@@ -291,11 +351,17 @@ class Recorder(StepObserver):
         is_known = scale != -math.inf  # casts without values have no scale
         is_bad = is_known & ~scale.isfinite()
         table = nothing(scale.device).repeat(len(scale), 1)
-        table[:, 0] = scale * scale.new_tensor(limits)
-        table[:, 1], table[:, 2] = scale, -scale.abs()
-        table[:, 5], table[:, 8] = is_known, is_bad  # as if each cast had one value
-        table[:, 9] = math.nan  # the SQNR is not known
-        table[:, 3] = torch.where(is_bad, -float(self._rank), -math.inf)
+        set_(
+            table,
+            amax=scale * scale.new_tensor(limits),
+            scale=scale,
+            minus_scale=-scale.abs(),
+            minus_rank=torch.where(is_bad, -float(self._rank), -math.inf),
+            # As if each cast had one value.
+            values=is_known,
+            nonfinite=is_bad,
+            signal=math.nan,  # the SQNR is not known
+        )
         return dict(zip(self._scales, table, strict=True))
 
 
@@ -320,7 +386,7 @@ def _largest(scales: Scales) -> Tensor:
     return reduce(torch.mul, [scale.max() if scale.ndim else scale for scale in levels])
 
 
-def _state_of(tensor: Tensor) -> tuple[int | None, int]:
+def _state_of(tensor: Tensor) -> _State:
     """Version and storage size of a tensor; a write or a freed storage changes them."""
     return version_of(tensor), tensor.untyped_storage().nbytes()
 
@@ -340,13 +406,21 @@ def _file_name(rank: int) -> str:
 
 def _low(low: Quantized, layout: Layout | None, rank: int) -> Record:
     whole = low.qdata if layout is None else layout
-    ranks = [rank] if layout is None else layout.mesh.mesh.flatten().tolist()
-    shape, pieces = [*whole.shape], [[[*piece] for piece in dim] for dim in local_pieces(whole)]
+    shape = [*whole.shape]
+    pieces = [[[*piece] for piece in dim] for dim in local_pieces(whole)]
     if len(shape) > low.qdata.ndim:  # a matrix of all rows, which was cast again by rows
         rows = len(low.qdata)
-        shape, pieces = [rows, shape[-1]], [[[0, rows]], pieces[-1]]
-    place = {"ranks": ranks, "shape": shape, "pieces": pieces, "start": [*low.start]}
-    return place | {"qdata": low.qdata, "scales": [*low.scales], "scheme": low.scheme.key}
+        shape = [rows, shape[-1]]
+        pieces = [[[0, rows]], pieces[-1]]
+    return {
+        "ranks": [rank] if layout is None else layout.mesh.mesh.flatten().tolist(),
+        "shape": shape,
+        "pieces": pieces,
+        "start": [*low.start],
+        "qdata": low.qdata,
+        "scales": [*low.scales],
+        "scheme": low.scheme.key,
+    }
 
 
 def _copied(record: Record, device: str | None = None) -> Record:
