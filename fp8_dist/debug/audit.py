@@ -124,9 +124,14 @@ class CommTable:
         A mixed gather is counted under its float8 dtype, or under its first dtype if it has no
         float8.
         """
-        fields = {"op": op, "axis": axis, "dtype": dtype, "module": module}.items()
-        rows = [r for r in self.rows if all(v in (None, getattr(r, n)) for n, v in fields)]
-        return sum(row.count for row in rows)
+        return sum(
+            row.count
+            for row in self.rows
+            if op in (None, row.op)
+            and axis in (None, row.axis)
+            and dtype in (None, row.dtype)
+            and module in (None, row.module)
+        )
 
     def without_modules(self) -> "CommTable":
         """Return a table of the same collectives, summed over modules."""
@@ -147,7 +152,9 @@ class CommTable:
         rows = self.rows if by_module else self.without_modules().rows
         if not rows:
             return "no collectives"
-        numbers = {"bytes": "bytes"} | ({"bf16_bytes": "in bf16"} if baseline else {})
+        numbers = {"bytes": "bytes"}
+        if baseline:
+            numbers["bf16_bytes"] = "in bf16"
         if self.gpus_per_node is not None:
             numbers |= _SENT
         lines = [["op", "axis", "dtype", "count", "elements", *numbers.values(), "module"]]
@@ -156,10 +163,10 @@ class CommTable:
             dtype = str(row.dtype).removeprefix("torch.")
             sizes = [f"{getattr(row, name):,}" for name in ("elements", *numbers)]
             lines.append([row.op, row.axis, dtype, count, *sizes, row.module])
-        parts = {"total": rows, "  float8": [row for row in rows if _is_low(row.dtype)]}
-        parts["  other"] = [row for row in rows if row not in parts["  float8"]]
-        for name, part in parts.items():
-            count = f"{self.count():,}" if name == "total" else ""
+        float8 = [row for row in rows if _is_low(row.dtype)]
+        other = [row for row in rows if not _is_low(row.dtype)]
+        for name, part in (("total", rows), ("  float8", float8), ("  other", other)):
+            count = f"{self.count():,}" if part is rows else ""
             sizes = [f"{sum(getattr(row, number) for row in part):,}" for number in numbers]
             lines.append([name, "", "", count, "", *sizes, ""])
         end = 5 + len(numbers)
@@ -258,6 +265,12 @@ def _bf16_bytes(op: str, dtype: torch.dtype, elements: int, nbytes: int, first: 
     return 0 if is_amax or is_scale else nbytes
 
 
+def _part(sent: int, begin: int, end: int, whole: int) -> int:
+    """Return what bytes ``begin`` to ``end`` have of what is sent, rounded so that parts add up."""
+    whole = max(1, whole)
+    return sent * end // whole - sent * begin // whole
+
+
 def _axes_by_group_name(mesh: DeviceMesh) -> dict[str, str]:
     names = mesh.mesh_dim_names or [f"axis {i}" for i in range(mesh.ndim)]
     groups = [group.group_name for group in mesh.get_all_groups()]
@@ -270,7 +283,9 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self, table: CommTable, axes: dict[str, str], path: ModulePath) -> None:
         super().__init__()
-        self._table, self._axes, self._path = table, axes, path
+        self._table = table
+        self._axes = axes
+        self._path = path
         # The payload dtypes of storages that were viewed as uint8. Weak references to one storage
         # are equal, and keep its address from being reused.
         self._payload_dtypes: dict[StorageWeakRef, torch.dtype] = {}
@@ -324,19 +339,36 @@ class _Recorder(TorchDispatchMode):
         by_dtype = sorted(shares, key=lambda item: not _is_low(item[0]))
         # Collectives without bytes, or without tensors, are counted too.
         by_dtype = [item for item in by_dtype if item[1]] or by_dtype[:1] or [(torch.uint8, 0)]
-        op, axis = collective.op, _axis_name(collective.group, self._axes)
-        module, gpus, done = self._path.current, self._table.gpus_per_node, 0
+        first_dtype = by_dtype[0][0]
+
         whole = sum(share for _, share in by_dtype) * collective.factor
-        sent = (0, 0) if gpus is None else collective.sent(whole, gpus)
+        gpus_per_node = self._table.gpus_per_node
+        within, between = 0, 0
+        if gpus_per_node is not None:
+            within, between = collective.sent(whole, gpus_per_node)
+
+        done = 0
         for position, (dtype, share) in enumerate(by_dtype):
-            is_first, nbytes = position == 0, share * collective.factor
-            elements = nbytes * (1 + (dtype is E2M1_X2)) // dtype.itemsize
-            bf16_bytes = _bf16_bytes(op, dtype, elements, nbytes, by_dtype[0][0])
-            # Shares of what is sent, rounded so that they add up.
-            before, done = done, done + nbytes
-            parts = [n * done // max(1, whole) - n * before // max(1, whole) for n in sent]
-            numbers = int(is_first), elements, nbytes, bf16_bytes, *parts
-            self._table.add(CommRow(op, axis, dtype, module, not is_first, *numbers))
+            nbytes = share * collective.factor
+            values_per_element = 2 if dtype is E2M1_X2 else 1
+            elements = nbytes * values_per_element // dtype.itemsize
+            before = done
+            done += nbytes
+
+            row = CommRow(
+                op=collective.op,
+                axis=_axis_name(collective.group, self._axes),
+                dtype=dtype,
+                module=self._path.current,
+                in_mixed_gather=position > 0,
+                count=1 if position == 0 else 0,
+                elements=elements,
+                bytes=nbytes,
+                bf16_bytes=_bf16_bytes(collective.op, dtype, elements, nbytes, first_dtype),
+                bytes_within=_part(within, before, done, whole),
+                bytes_between=_part(between, before, done, whole),
+            )
+            self._table.add(row)
 
     def _bytes_by_dtype(self, tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, int]:
         """Return the bytes by payload dtype, in the order of first appearance."""
