@@ -8,10 +8,11 @@ import dataclasses
 import math
 import shlex
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 
 from fp8_dist.debug.replay.comparisons import rank_names
-from fp8_dist.debug.replay.findings import Replay
+from fp8_dist.debug.replay.findings import Finding, Replay
 from fp8_dist.debug.rows import product
 from fp8_dist.report.data import JsonRow, Run
 from fp8_dist.text import progress
@@ -72,20 +73,29 @@ def headline(run: Run) -> Headline | None:
         return None
     first = faults[0]
     if not first.ranks and first.fqn is not None:  # another source may have ranks
-        same = [f for f in faults if (f.step, f.fqn, f.is_wrong) == (first.step, first.fqn, True)]
-        first = dataclasses.replace(first, ranks=next((f.ranks for f in same if f.ranks), ()))
+        for fault in faults:
+            is_same = fault.step == first.step and fault.fqn == first.fqn and fault.is_wrong
+            if is_same and fault.ranks:
+                first = dataclasses.replace(first, ranks=fault.ranks)
+                break
     sentences = [f"{first.text}.", *_gap(first, run)]
     if first.fqn is None:
         located = next((f for f in faults if f.fqn is not None and f.is_wrong), None)
         sentences += _casts_behind(first, located, run)
-    recorded = [row["folder"] for row in run.recordings if row["step"] >= first.step]
-    folder = first.folder or next(iter(recorded), None)
+    recorded = (row["folder"] for row in run.recordings if row["step"] >= first.step)
+    folder = first.folder or next(recorded, None)
     commands = []
     if folder is not None:
         commands.append(f"python -m fp8_dist.debug.replay {shlex.quote(str(folder))}")
     elif first.is_wrong:
         sentences.append("There is no recording of it to replay: fp8_dist.debug.record makes one.")
-    return Headline(_where(first), " ".join(sentences), commands, first.is_wrong, first.fqn)
+    return Headline(
+        where=_where(first),
+        what=" ".join(sentences),
+        commands=commands,
+        is_wrong=first.is_wrong,
+        fqn=first.fqn,
+    )
 
 
 def _where(fault: Fault) -> str:
@@ -125,31 +135,48 @@ def _faults_in_metrics(run: Run) -> Iterator[Fault]:
     """Yield non-finite metrics: as wrong if they stay so to the end, otherwise as unusual."""
     names: dict[tuple[bool, int], list[str]] = {}
     for name in run.metric_names:
-        since = run.not_finite_since(name)
         bad = [row["step"] for row in run.metrics if not math.isfinite(row.get(name, 0))]
         if bad:
+            since = run.not_finite_since(name)
             begin = bad[0] if since is None else since
             names.setdefault((since is not None, begin), []).append(name)
     for (lasts, step), together in names.items():
-        before = _last_before(step, [r for r in run.metrics if not r.keys().isdisjoint(together)])
-        text = f"{' and '.join(together)} {'is' if len(together) == 1 else 'are'} not finite"
-        yield Fault(step, before, text, "metrics", lasts)
+        rows = [row for row in run.metrics if not row.keys().isdisjoint(together)]
+        verb = "is" if len(together) == 1 else "are"
+        yield Fault(
+            step=step,
+            before=_last_before(step, rows),
+            text=f"{' and '.join(together)} {verb} not finite",
+            source="metrics",
+            is_wrong=lasts,
+        )
 
 
 def _faults_in_statistics(run: Run) -> Iterator[Fault]:
     # An SQNR of minus infinity belongs to a GEMM whose exact result is 0. It is not a NaN.
     bad = [row for row in run.stats if not row["finite"] and row.get("sqnr") != -math.inf]
     if bad:
-        row = min(bad, key=lambda row: (row["step"], row["position"]))
-        step, rank = row["step"], row.get("nonfinite_rank")
-        ranks = () if rank is None else (rank,)
+        row = min(bad, key=itemgetter("step", "position"))
+        rank = row.get("nonfinite_rank")
         share = f"{row['nonfinite']:.4g} % of the values are " if row["kind"] == "cast" else ""
-        before, text = _last_before(step, run.stats), f"{_operand(row)}: {share}NaN or infinite"
-        yield Fault(step, before, text, "statistics", True, row["fqn"], ranks)
+        yield Fault(
+            step=row["step"],
+            before=_last_before(row["step"], run.stats),
+            text=f"{_operand(row)}: {share}NaN or infinite",
+            source="statistics",
+            fqn=row["fqn"],
+            ranks=() if rank is None else (rank,),
+        )
     for row in run.anomalies:
-        step, text = row["step"], f"{row['cast']}: {row['message']}"
-        before, is_wrong = _last_before(step, run.stats), row["what"] == "non-finite"
-        yield Fault(step, before, text, "statistics", is_wrong, row["fqn"], row["ranks"])
+        yield Fault(
+            step=row["step"],
+            before=_last_before(row["step"], run.stats),
+            text=f"{row['cast']}: {row['message']}",
+            source="statistics",
+            is_wrong=row["what"] == "non-finite",
+            fqn=row["fqn"],
+            ranks=row["ranks"],
+        )
 
 
 def _operand(row: JsonRow) -> str:
@@ -168,32 +195,52 @@ def _faults_in_recordings(run: Run) -> Iterator[Fault]:
 
 
 def _faults_in_recording(recording: JsonRow, notes: list[str]) -> Iterator[Fault]:
-    folder, rows = recording["folder"], recording["rows"]
+    folder = recording["folder"]
+    rows = recording["rows"]
     only = (0,) if recording["world"] == 1 else ()
     try:
-        size = sum(path.stat().st_size for path in folder.glob("rank*.pt"))
-        if size > MAX_REPLAYED:
-            raise ValueError(f"it has {size / 2**30:.1f} GiB, so that is left to the command")
-        progress(f"replaying {folder}")
-        findings = Replay(folder).findings[:1]
+        findings = _replay(folder)
     except (OSError, ValueError) as error:
         notes.append(f"{folder} was not replayed: {error}")
         bad = [row for row in rows if row["nonfinite"]]
-        for row in sorted(bad, key=lambda row: (row["step"], row["position"]))[:1]:
-            text = f"{_operand(row)}: a scale that is not finite"
-            before = _last_before(row["step"] - row["delayed"], rows)
-            yield Fault(row["step"], before, text, "recordings", True, row["fqn"], only, folder)
+        if bad:
+            row = min(bad, key=itemgetter("step", "position"))
+            yield Fault(
+                step=row["step"],
+                before=_last_before(row["step"] - row["delayed"], rows),
+                text=f"{_operand(row)}: a scale that is not finite",
+                source="recordings",
+                fqn=row["fqn"],
+                ranks=only,
+                folder=folder,
+            )
         return
-    for f in findings:
+    for found in findings[:1]:
         # Delayed scales are computed from the amaxes of the step before.
-        is_late = f.element is None and any(row["delayed"] for row in rows)
-        element = "" if f.element is None else f", element {[*f.element]}"
-        text = f"{f.operand} (for {', '.join(f.gemms)}){element}: {f.text}"
-        if f.is_wrong and not element:
-            keeps = f"record(model, folder, layers={f.fqn!r}) keeps those of each step"
+        is_late = found.element is None and any(row["delayed"] for row in rows)
+        element = "" if found.element is None else f", element {[*found.element]}"
+        text = f"{found.operand} (for {', '.join(found.gemms)}){element}: {found.text}"
+        if found.is_wrong and not element:
+            keeps = f"record(model, folder, layers={found.fqn!r}) keeps those of each step"
             text += f". Its tensors were not kept: {keeps}"
-        before, ranks = _last_before(f.step - is_late, rows), f.ranks or only
-        yield Fault(f.step, before, text, "recordings", f.is_wrong, f.fqn, ranks, folder)
+        yield Fault(
+            step=found.step,
+            before=_last_before(found.step - is_late, rows),
+            text=text,
+            source="recordings",
+            is_wrong=found.is_wrong,
+            fqn=found.fqn,
+            ranks=found.ranks or only,
+            folder=folder,
+        )
+
+
+def _replay(folder: Path) -> list[Finding]:
+    size = sum(path.stat().st_size for path in folder.glob("rank*.pt"))
+    if size > MAX_REPLAYED:
+        raise ValueError(f"it has {size / 2**30:.1f} GiB, so that is left to the command")
+    progress(f"replaying {folder}")
+    return Replay(folder).findings
 
 
 def _last_before(step: int, rows: Iterable[JsonRow]) -> int | None:
