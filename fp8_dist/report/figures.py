@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, product
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import NamedTuple
 
 import matplotlib as mpl
 import numpy as np
@@ -27,7 +27,6 @@ from fp8_dist.text import progress
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 Ends = tuple[float, float]
-Grid = tuple[list[str], list[int], Array, Mask]
 
 BAD = "#d1247f"
 MAX_TICKS = 12
@@ -57,6 +56,62 @@ _STYLE = {
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
 }
+
+
+class Grid(NamedTuple):
+    """A measure of the casts of one kind, by layer and step.
+
+    Attributes:
+        layers: the layers, one for each row.
+        steps: the steps, one for each column.
+        values: the worst value of each cell; NaN if there is none.
+        bad: the cells with a cast that is not finite.
+    """
+
+    layers: list[str]
+    steps: list[int]
+    values: Array
+    bad: Mask
+
+
+class _Map(NamedTuple):
+    """A grid of a run, and how it is colored.
+
+    Attributes:
+        label: the kind of cast.
+        ends: the values at both ends of the colors. The second one is where anomalies begin.
+        part: the values, scaled so that the first of ``ends`` is 0 and the second is 1.
+    """
+
+    label: str
+    run: Run
+    measure: str
+    grid: Grid
+    ends: Ends
+    part: Array
+
+
+class WorstLayer(NamedTuple):
+    """The worst cast of a layer.
+
+    Attributes:
+        part: the part of the limit; infinity if it is not finite, -infinity if there is no value.
+        value: the value of the measure, of which ``limit`` is the limit.
+    """
+
+    part: float
+    step: int
+    run: str
+    layer: str
+    cast: str
+    measure: str
+    value: float
+    limit: float
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """The order from the farthest from a limit to the nearest, and first, one."""
+        return self.part, -self.step
 
 
 def charts(runs: Sequence[Run]) -> list[Captioned]:
@@ -97,19 +152,28 @@ def layer_chart(run: Run, fqn: str) -> str:
         return _picture(figure)
 
 
-def worst_layers(runs: Sequence[Run]) -> list[tuple[Any, ...]]:
-    """Return the layers of all runs, the nearest to a limit first, each with its worst cast.
-
-    A row has the part of the limit (infinity: not finite, -infinity: no value), minus the step, the
-    names of the run, the layer, the cast and the measure, its value, and the limit.
-    """
-    found: dict[tuple[str, str], tuple[Any, ...]] = {}
-    for label, run, measure, (layers, steps, values, bad), part, ends in _grids(runs):
-        part = np.where(bad, np.inf, np.where(np.isnan(part), -np.inf, part))
-        for i, j in enumerate(part.argmax(axis=1)):
-            row = part[i, j], -steps[j], run.name, layers[i], label, measure, values[i, j], ends[1]
-            found[row[2:4]] = max(found.get(row[2:4], row), row, key=itemgetter(0, 1))
-    return sorted(found.values(), key=itemgetter(0, 1), reverse=True)
+def worst_layers(runs: Sequence[Run]) -> list[WorstLayer]:
+    """Return the layers of all runs, the nearest to a limit first, each with its worst cast."""
+    found: dict[tuple[str, str], WorstLayer] = {}
+    for each in _maps(runs):
+        part = np.where(np.isnan(each.part), -np.inf, each.part)
+        part[each.grid.bad] = np.inf
+        for i, layer in enumerate(each.grid.layers):
+            j = int(part[i].argmax())
+            worst = WorstLayer(
+                part=part[i, j],
+                step=each.grid.steps[j],
+                run=each.run.name,
+                layer=layer,
+                cast=each.label,
+                measure=each.measure,
+                value=each.grid.values[i, j],
+                limit=each.ends[1],
+            )
+            known = found.setdefault((worst.run, layer), worst)
+            if worst.order > known.order:
+                found[worst.run, layer] = worst
+    return sorted(found.values(), key=attrgetter("order"), reverse=True)
 
 
 def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[Captioned], bool]]:
@@ -118,27 +182,31 @@ def heat_maps(runs: Sequence[Run]) -> Iterator[tuple[str, list[Captioned], bool]
     There is a map for each measure and run, except for those whose cells are all quiet. All maps of
     SQNRs are drawn.
     """
-    for label, maps in groupby(_grids(runs), itemgetter(0)):
+    for label, maps in groupby(_maps(runs), attrgetter("label")):
         progress(f"drawing all layers: {label}")
-        pictures, is_loud = list[Captioned](), False
-        for _, run, measure, (layers, steps, _, bad), part, ends in maps:
-            largest = np.fmax.reduce(part, axis=None, initial=0.0)
-            is_loud |= bool(largest >= LOUD or bad.any())
-            if largest > QUIET or measure == "sqnr":
-                caption = f"{run.name}: {HEATS[measure]}" if len(runs) > 1 else HEATS[measure]
-                pictures.append((caption, _heat_map(layers, steps, part, bad, ends)))
+        pictures: list[Captioned] = []
+        is_loud = False
+        for each in maps:
+            largest = np.fmax.reduce(each.part, axis=None, initial=0.0)
+            is_loud |= bool(largest >= LOUD or each.grid.bad.any())
+            if largest > QUIET or each.measure == "sqnr":
+                caption = HEATS[each.measure]
+                if len(runs) > 1:
+                    caption = f"{each.run.name}: {caption}"
+                pictures.append((caption, _heat_map(each)))
         yield label, pictures, is_loud
 
 
-def _grids(runs: Sequence[Run]) -> Iterator[tuple[str, Run, str, Grid, Array, Ends]]:
-    """Yield each cast, run and measure, with its grid, its parts of the limit, and colours."""
+def _maps(runs: Sequence[Run]) -> Iterator[_Map]:
+    """Yield the map of each kind of cast, measure and run."""
     labels = dict.fromkeys(row["label"] for run in runs for row in run.stats)
     for label, measure, run in product(labels, HEATS, runs):
         rows = [row for row in run.stats if row["label"] == label]
         if any(measure in row for row in rows):
-            begin, end = ends = colored(measure, run.config[LIMITS])
             cells = grid(rows, measure)
-            yield label, run, measure, cells, (cells[2] - begin) / (end - begin), ends
+            begin, end = colored(measure, run.config[LIMITS])
+            part = (cells.values - begin) / (end - begin)
+            yield _Map(label, run, measure, cells, (begin, end), part)
 
 
 def colored(measure: str, limits: AnomalyLimits) -> Ends:
@@ -211,7 +279,7 @@ def _mark(axes: Axes, anomalies: Sequence[JsonRow]) -> None:
 
 
 def grid(rows: Sequence[JsonRow], measure: str) -> Grid:
-    """Return the layers, the steps, the value of each cell, and whether it is bad.
+    """Return a measure by layer and step.
 
     A cell without a row is NaN. A cell with several rows has their worst value: the smallest SQNR,
     otherwise the largest. Amaxes are in octaves above the largest recent one, or 0 without one.
@@ -234,27 +302,26 @@ def grid(rows: Sequence[JsonRow], measure: str) -> Grid:
             above = octaves[:, step] - np.fmax.reduce(before, axis=1, initial=np.nan)
             first = np.where(np.isfinite(values[:, step]), 0.0, np.nan)
             values[:, step] = np.where(np.isnan(above), first, above)
-    return layers, steps, values, bad
+    return Grid(layers, steps, values, bad)
 
 
 @mpl.rc_context(_STYLE)
-def _heat_map(layers: list[str], steps: list[int], part: Array, bad: Mask, ends: Ends) -> str:
-    """Draw a map of layers x steps, and mark the cells that are not finite.
-
-    ``part`` has the values, scaled so that the first of ``ends`` is 0 and the second is 1.
-    """
+def _heat_map(each: _Map) -> str:
+    """Draw a map of layers x steps, and mark the cells that are not finite."""
+    layers, steps, _, bad = each.grid
+    begin, end = each.ends
     figure = Figure(figsize=(MAP_WIDTH, 0.8 + 0.18 * len(layers)), layout="constrained")
     axes = figure.subplots()
     axes.patch.set(hatch="//", edgecolor=EMPTY, linewidth=0)
     show = partial(axes.imshow, aspect="auto", interpolation="nearest")
     # Clipped, because an exact result has an infinite SQNR.
-    image = show(np.clip(part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
+    image = show(np.clip(each.part, 0, 1), cmap=COLORS, vmin=0, vmax=1)
     # Beside a tall map, the bar stays at the top and no larger than beside a short one.
     shrink = min(1, MAX_BAR / len(layers))
     bar = figure.colorbar(
         image, aspect=12, pad=0.01, ticks=[0, 0.5, 1], shrink=shrink, anchor=(0, 1)
     )
-    bar.formatter = FuncFormatter(lambda x, _: units.figure(ends[0] + x * (ends[1] - ends[0])))
+    bar.formatter = FuncFormatter(lambda x, _: units.figure(begin + x * (end - begin)))
     show(np.where(bad, 1.0, np.nan), cmap=ListedColormap([BAD]))
     ticks = range(0, len(steps), -(-len(steps) // MAX_TICKS))
     axes.set_xticks(ticks, [str(steps[tick]) for tick in ticks])
