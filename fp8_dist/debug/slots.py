@@ -38,17 +38,26 @@ class Slot(NamedTuple):
 def slots_of(weights: Mapping[str, Float8Weight], gemms: bool = False) -> Iterator[Slot]:
     """Yield the casts, and with ``gemms`` the float8 GEMMs, of each layer in order."""
     for name, weight in weights.items():
-        fqn, config = without_wrappers(name) or weight.fqn, weight.config
+        fqn = without_wrappers(name) or weight.fqn
+        config = weight.config
         for operand in get_args(Operand):
             for cast_for, scheme in weight.casts_of(operand).items():
-                is_delayed, folded = operand in config.recipe.delayed, None
+                folded = None
                 if config.recipe.folds and operand == "grad_output" and len(cast_for) == 1:
                     # Not for experts: their one cast serves both GEMMs, and is folded afterwards.
                     folded = next(o for o in GEMM_OPERANDS[cast_for[0]] if o != operand)
-                yield Slot(fqn, weight, operand, cast_for, scheme, is_delayed, folded)
-        for gemm in get_args(Gemm):
-            if gemms and config.gemm_enabled(gemm):
-                yield Slot(fqn, weight, None, (gemm,))
+                yield Slot(
+                    fqn=fqn,
+                    owner=weight,
+                    operand=operand,
+                    gemms=cast_for,
+                    scheme=scheme,
+                    delayed=operand in config.recipe.delayed,
+                    folded=folded,
+                )
+        if gemms:
+            for gemm in filter(config.gemm_enabled, get_args(Gemm)):
+                yield Slot(fqn=fqn, owner=weight, operand=None, gemms=(gemm,))
 
 
 def matching(caller: str, patterns: Patterns, names: Sequence[str]) -> set[str]:

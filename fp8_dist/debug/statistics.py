@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.debug import rows
-from fp8_dist.debug.measures import Measures, combine_, measure_casts, measure_gemm, nothing
+from fp8_dist.debug.measures import Measures, combine_, measure_casts, measure_gemm, nothing, set_
 from fp8_dist.debug.rows import Anomaly, AnomalyLimits, CastStats, Row
 from fp8_dist.debug.slots import Patterns, Slot, matching, slots_of
 from fp8_dist.mesh import GroupNames, make_group, this_rank
@@ -51,7 +51,9 @@ class StepObserver(Observer):
         self.anomalies: list[Anomaly] = []
         self.limits = limits
         self._last: list[Row] = []  # the rows of the last recorded step
-        self._model, self._every, self._gemms = model, every, gemms
+        self._model = model
+        self._every = every
+        self._gemms = gemms
         self._on_anomaly = on_anomaly
         self._block: ExitStack | None = None
         self._first = rows.FirstAnomalies(limits)
@@ -82,7 +84,8 @@ class StepObserver(Observer):
             kind = type(self).__name__
             raise RuntimeError(f"this {kind} is already recording; leave its block first")
         self.step += 1
-        self._block, self._measured = ExitStack(), {}
+        self._block = ExitStack()
+        self._measured = {}
         if self.step % self._every == 0:
             self._look()
             if self._slots:
@@ -155,7 +158,8 @@ class Float8Stats(StepObserver):
         Numbers that JSON can't represent become the strings ``"NaN"``, ``"Infinity"`` and
         ``"-Infinity"``. Call this method on one rank only.
         """
-        written, self.rows = self.to_dicts(), []
+        written = self.to_dicts()
+        self.rows = []
         rows.append_jsonl(written, Path(path))
 
     def to_tensorboard(self, writer: Any, *, layers: Patterns | None = None) -> None:
@@ -191,8 +195,11 @@ class Float8Stats(StepObserver):
     def _take_scalars(self, caller: str, layers: Patterns | None) -> dict[int, dict[str, float]]:
         """Remove all rows, and return the numbers of the chosen layers by step and name."""
         names = [*dict.fromkeys(self._names.values())]
-        chosen = set(names) if layers is None or not names else matching(caller, layers, names)
-        taken, self.rows = [row for row in self.rows if row.fqn in chosen], []
+        chosen = set(names)
+        if layers is not None and names:
+            chosen = matching(caller, layers, names)
+        taken = [row for row in self.rows if row.fqn in chosen]
+        self.rows = []
         scalars: dict[int, dict[str, float]] = defaultdict(dict)
         for row in taken:
             if isinstance(row, CastStats):
@@ -222,8 +229,16 @@ def row_of(slot: Slot, measures: Measures, step: int) -> Row:
     if slot.operand is None or slot.scheme is None:
         sqnr = rows.decibels(measures.signal, measures.noise)
         return rows.GemmStats(step, slot.fqn, slot.gemms[0], sqnr, int(-measures.minus_position))
-    cast = {"step": step, "fqn": slot.fqn, "operand": slot.operand, "gemms": slot.gemms}
-    return CastStats.of(measures, slot.scheme, **cast, delayed=slot.delayed, folded=slot.folded)
+    return CastStats.of(
+        measures,
+        slot.scheme,
+        step=step,
+        fqn=slot.fqn,
+        operand=slot.operand,
+        gemms=slot.gemms,
+        delayed=slot.delayed,
+        folded=slot.folded,
+    )
 
 
 class _Ranks:
@@ -234,15 +249,17 @@ class _Ranks:
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
-        self._mesh, self._is_given = mesh, mesh is not None
+        self._mesh = mesh
+        self._is_given = mesh is not None
         self._groups: GroupNames = ()  # those of the last measures that were combined
 
     def update(self, weights: Mapping[str, Float8Weight]) -> None:
         """Update the layers and the mesh, which is kept while FSDP2 unshards parameters."""
         self._weights = weights
-        for mesh in [mesh for weight in weights.values() for mesh in weight.meshes()]:
-            if not self._is_given and (self._mesh is None or mesh.size() > self._mesh.size()):
-                self._mesh = mesh
+        if not self._is_given:
+            seen = [mesh for weight in weights.values() for mesh in weight.meshes()]
+            known = [] if self._mesh is None else [self._mesh]
+            self._mesh = max(known + seen, key=DeviceMesh.size, default=None)
 
     def combined(self, slots: list[Slot], local: dict[_Key, torch.Tensor]) -> dict[Slot, Measures]:
         """Combine the measures of all ranks. All ranks call this method for the same slots.
@@ -260,7 +277,7 @@ class _Ranks:
         totals = torch.stack([local.get(slot.key, none).to(none.device) for slot in slots])
         positions = {key: -float(position) for position, key in enumerate(local)}
         minus_positions = [positions.get(slot.key, -math.inf) for slot in slots]
-        totals[:, Measures._fields.index("minus_position")] = totals.new_tensor(minus_positions)
+        set_(totals, minus_position=totals.new_tensor(minus_positions))
         for name in self._groups:
             size = resolve_process_group(name).size()
             gathered = funcol.wait_tensor(funcol.all_gather_into_tensor(totals, size, name))
@@ -292,11 +309,10 @@ class _Ranks:
         world = dist.group.WORLD
         assert world is not None
         if not self._groups:  # the first time
-            shapes = {
-                name: w.parameter().shape if w.is_registered else "computed"
-                for name, w in self._weights.items()
-            }
-            facts = {name: f"{shapes[name]} {w.config}" for name, w in self._weights.items()}
+            facts = {}
+            for name, weight in self._weights.items():
+                shape = weight.parameter().shape if weight.is_registered else "computed"
+                facts[name] = f"{shape} {weight.config}"
             if difference := first_difference(facts, [world], self._device().type):
                 raise ValueError(
                     f"float8_stats: the ranks have different layers ({difference}), and weights on "
