@@ -141,23 +141,38 @@ def append_jsonl(rows: Iterable[dict[str, Any]], path: Path) -> None:
     """Append rows to a file, one JSON object per line, with NaN and infinities as strings."""
     with path.open("a") as stream:
         for row in rows:
-            floats = {key: value for key, value in row.items() if isinstance(value, float)}
-            texts = {k: json.dumps(v) for k, v in floats.items() if not math.isfinite(v)}
+            texts = {
+                name: json.dumps(value)
+                for name, value in row.items()
+                if isinstance(value, float) and not math.isfinite(value)
+            }
             stream.write(json.dumps(row | texts, allow_nan=False) + "\n")
+
+
+_HEADER = [
+    "step",
+    "layer",
+    "operand",
+    "for",
+    "amax",
+    "scale",
+    "underflow",
+    "saturation",
+    "non-finite",
+    "SQNR",
+]
 
 
 def table(rows: Iterable[Row]) -> str:
     """Return rows as text."""
-    lines = [["step", "layer", "operand", "for", "amax", "scale", "underflow", "saturation"]]
-    lines[0] += ["non-finite", "SQNR"]
+    lines = [_HEADER]
     for row in rows:
         if isinstance(row, CastStats):
-            numbers = [f"{row.amax:.4g}", f"{row.scale:.4g}"]
-            numbers += [f"{s:.4g} %" for s in (row.underflow, row.saturation, row.nonfinite)]
-            what = [row.operand, ", ".join(row.gemms)]
+            cells = [row.operand, ", ".join(row.gemms), f"{row.amax:.4g}", f"{row.scale:.4g}"]
+            cells += [f"{s:.4g} %" for s in (row.underflow, row.saturation, row.nonfinite)]
         else:
-            numbers, what = [""] * 5, ["", row.gemm]
-        lines.append([str(row.step), row.fqn, *what, *numbers, f"{row.sqnr:.2f} dB"])
+            cells = ["", row.gemm, "", "", "", "", ""]
+        lines.append([str(row.step), row.fqn, *cells, f"{row.sqnr:.2f} dB"])
     return aligned(lines, right=(0, 4, 5, 6, 7, 8, 9)) if len(lines) > 1 else "no casts"
 
 
