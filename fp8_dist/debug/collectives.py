@@ -59,15 +59,18 @@ class Collective(NamedTuple):
         """
         ranks = [] if self.group is None else dist.get_process_group_ranks(self.group)
         nodes = [rank // gpus_per_node for rank in ranks]
-        size, spanned = len(nodes), len(set(nodes))
+        size = len(nodes)
+        spanned = len(set(nodes))
         if size == 1 or self.op == "recv":
             return 0, 0
         if self.group is not None and self.op == "all_to_all":
-            splits, own = self.splits or (1,) * size, self.group.rank()
+            splits = self.splits or (1,) * size
+            own = self.group.rank()
             near = sum(s for s, node in zip(splits, nodes, strict=True) if node == nodes[own])
             whole = max(1, sum(splits))
+            within = nbytes * (near - splits[own]) // whole
             between = nbytes * (sum(splits) - near) // whole
-            return nbytes * (near - splits[own]) // whole, between
+            return within, between
         if (turns := _RINGS.get(self.op)) is not None:
             # Each rank has one of the ring's links. Channels rotate those that leave a node.
             between = turns * nbytes * (size - 1) * spanned // size**2 if spanned > 1 else 0
@@ -96,10 +99,17 @@ def read_collective(
     prefix = "output" if name in ("c10d::allgather_", "c10d::scatter_") else ("input", "tensor")
     buffer = next(argument for name, argument in arguments.items() if name.startswith(prefix))
     has_share = kind in ("all_gather", "gather", "scatter") and name != "c10d::allgather_"
-    tensors, splits = _tensors(buffer), arguments.get("input_split_sizes") or ()
+    tensors = _tensors(buffer)
+    splits = arguments.get("input_split_sizes") or ()
     if name == "c10d::alltoall_":  # one tensor for each rank
         splits = [tensor.nbytes for tensor in tensors]
-    return Collective(kind, group, tensors, group.size() if has_share else 1, tuple(splits))
+    return Collective(
+        op=kind,
+        group=group,
+        tensors=tensors,
+        factor=group.size() if has_share else 1,
+        splits=tuple(splits),
+    )
 
 
 def _tensors(values: Any) -> tuple[torch.Tensor, ...]:
