@@ -136,20 +136,25 @@ def _read_recording(run: Run, folder: Path) -> None:
         # With mmap, the data of the tensors are not read.
         file = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         layers = [*dict.fromkeys(record["fqn"] for record in file["records"])]
-        row = {"step": int(file["step"]), "reason": file["reason"], "layers": layers}
-        rows = [{name: row[name] for name in RECORDED} for row in file["rows"]]
-        row |= {"rows": rows, "world": file["world"], "folder": folder}
+        recording = {
+            "step": int(file["step"]),
+            "reason": file["reason"],
+            "layers": layers,
+            "rows": [{name: row[name] for name in RECORDED} for row in file["rows"]],
+            "world": file["world"],
+            "folder": folder,
+        }
         written = datetime.fromtimestamp(path.stat().st_mtime, UTC)
         started = run.config.get(writer.STARTED, written.isoformat())
         is_older = written < datetime.fromisoformat(started)
-        is_left = is_older and row["step"] >= run.config.get(writer.FIRST, 0)
+        is_left = is_older and recording["step"] >= run.config.get(writer.FIRST, 0)
     except Exception as error:  # reading unknown bytes may raise anything
         run.notes.append(f"{folder} can't be read: {error!r}")
         return
     if is_left:
         run.notes.append(f"{folder} is left out: an earlier run wrote it")
     else:
-        run.recordings.append(row)
+        run.recordings.append(recording)
 
 
 def differences(run: Run, baseline: Run) -> dict[int, float]:
