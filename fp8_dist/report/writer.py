@@ -76,9 +76,12 @@ class RunWriter:
             raise TypeError(
                 f"RunWriter: stats must be what float8_stats returns, got {kind_of(stats)}"
             )
-        self.folder, self._stats = Path(folder), stats
-        self._is_writing, self._seen = this_rank() == 0, 0
-        self._last = math.inf, 0.0  # the last step that was logged, and when
+        self.folder = Path(folder)
+        self._stats = stats
+        self._is_writing = this_rank() == 0
+        self._seen = 0  # the number of anomalies that were written
+        self._last_step = math.inf  # the last step that was logged
+        self._last_time = 0.0
         if stats is not None and first is not None:
             stats.at(first)
         if not self._is_writing:
@@ -94,11 +97,18 @@ class RunWriter:
             # ``stats`` only knows the anomalies of this process.
             self._told = {(anomaly["fqn"], anomaly["what"]) for anomaly in kept[-1]}
             self._others = []
-        facts = {**(config or {}), "units": dict(units or {}), "torch": torch.__version__}
-        facts |= {"fp8_dist": __version__, "python": platform.python_version()}
-        facts[STARTED] = datetime.now(UTC).isoformat(timespec="seconds")
-        facts |= {} if stats is None else {LIMITS: asdict(stats.limits)}
-        facts |= {} if first is None else {FIRST: first}
+        facts: dict[str, Any] = {
+            **(config or {}),
+            "units": dict(units or {}),
+            "torch": torch.__version__,
+            "fp8_dist": __version__,
+            "python": platform.python_version(),
+            STARTED: datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        if stats is not None:
+            facts[LIMITS] = asdict(stats.limits)
+        if first is not None:
+            facts[FIRST] = first
         self._write(CONFIG, facts)
 
     def log(self, step: int, **metrics: float | torch.Tensor) -> None:
@@ -141,9 +151,10 @@ class RunWriter:
         if metrics:
             line = {"step": step} | {name: float(value) for name, value in metrics.items()}
             now = time.perf_counter()  # reading the values has waited for the device
-            if (steps := step - self._last[0]) > 0:
-                line.setdefault("seconds_per_step", (now - self._last[1]) / steps)
-            self._last = step, now
+            if (steps := step - self._last_step) > 0:
+                line.setdefault("seconds_per_step", (now - self._last_time) / steps)
+            self._last_step = step
+            self._last_time = now
             append_jsonl([line], self.folder / METRICS)
         if self._stats is not None:
             new = map(anomaly_dict, self._stats.anomalies[self._seen :])
