@@ -30,16 +30,19 @@ def write(path: Path, folders: list[Path]) -> tuple[list[str], list[str]]:
     """
     runs = read_runs(folders)
     pairs = [(run, headline(run)) for run in runs]
-    for row in [row for run in runs for row in run.recordings]:
-        row["link"] = os.path.relpath(row["folder"], path.parent)
+    for run in runs:
+        for row in run.recordings:
+            row["link"] = os.path.relpath(row["folder"], path.parent)
     new = path.with_name(f".{path.name}.new")
     new.write_text(render(pairs), encoding="utf-8")
     new.replace(path)
     texts = []
     for run, first in pairs:
-        fine = ["no fault found.", *verdict(run, runs[0])]
-        text = f"{first.where}: {first.what}" if first else " ".join(fine)
-        texts.append("\n  ".join((f"{run.name}: {text}", *(first.commands if first else ()))))
+        if first is None:
+            texts.append(" ".join([f"{run.name}: no fault found.", *verdict(run, runs[0])]))
+        else:
+            found = f"{run.name}: {first.where}: {first.what}"
+            texts.append("\n  ".join([found, *first.commands]))
     return texts, [note for run in runs for note in run.notes]
 
 
@@ -90,8 +93,11 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         layers = len({row["fqn"] for row in run.stats} or run.config.get("float8_layers", ()))
         cells += [f"{layers:,}" if layers else "", f"{len(run.anomalies):,}"]
         comm = run.comm.rows if run.comm else []
-        for count in (sum(row.bytes for row in comm), sum(row.bf16_bytes for row in comm)):
-            cells.append(units.size(count) if comm else "")
+        if comm:
+            cells.append(units.size(sum(row.bytes for row in comm)))
+            cells.append(units.size(sum(row.bf16_bytes for row in comm)))
+        else:
+            cells += ["", ""]
         rows.append(cells)
     header += ["float8 layers", "anomalies", "a step sends", "in bf16 it would send"]
     shown = [i for i in range(len(header)) if any(row[i] for row in rows)]
@@ -100,7 +106,8 @@ def summary(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
 
 def _logged(run: Run) -> str:
     """Format the number of logged steps, and the progress of the run."""
-    count, total = len(run.metrics), run.config.get("steps")
+    count = len(run.metrics)
+    total = run.config.get("steps")
     if not total:
         return f"{count:,}"
     if count in (0, total):
@@ -135,7 +142,7 @@ def collectives(runs: Sequence[Run]) -> tuple[list[str], list[tuple[list[str], l
     by_kind: dict[tuple[Any, ...], dict[str, CommRow]] = {}
     for name, table in tables.items():
         for row in table.rows:
-            kind = row.op, row.axis, row.dtype, row.in_mixed_gather
+            kind = (row.op, row.axis, row.dtype, row.in_mixed_gather)
             by_kind.setdefault(kind, {})[name] = row
     rows = []
     for (op, axis, dtype, _), by_run in by_kind.items():
