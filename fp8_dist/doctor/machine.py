@@ -28,8 +28,9 @@ def environment() -> Iterator[str]:
     yield from _gpus()
     yield from _table()
     yield "\ncommunication"
-    missing, has_nccl = "not in this build of torch", dist.is_nccl_available()
-    yield f"  NCCL: {'.'.join(map(str, torch.cuda.nccl.version())) if has_nccl else missing}"
+    missing = "not in this build of torch"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else missing
+    yield f"  NCCL: {nccl}"
     yield f"  gloo: {'available' if dist.is_gloo_available() else missing}"
     yield "\ncasts on GPUs"
     if find_spec("triton") is None:

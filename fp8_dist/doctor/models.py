@@ -136,10 +136,17 @@ def _gain(has_gaining: bool, linear: Sequence[int], tokens: int | None) -> str:
         )
     if not linear:
         return "Next: compare the times of a few steps with bf16, as experts have no estimate."
-    says, step = f"from about {enough:,} tokens per micro-batch on", "add --tokens N with yours"
-    if tokens is not None:
-        says, step = f"with {tokens:,} tokens", "torch.compile each block, and time it beside bf16"
-        if tokens < enough:
-            step = f"use {enough:,} or more per micro-batch, or CUDA graphs, or stay in bf16"
-            return f"On an H100 it is slower than in bf16 {says}. Next: {step}."
-    return f"On an H100 it gains {says}, if compiled (FSDP2 needs more). Next: {step}."
+    if tokens is None:
+        return (
+            f"On an H100 it gains from about {enough:,} tokens per micro-batch on, if compiled "
+            "(FSDP2 needs more). Next: add --tokens N with yours."
+        )
+    if tokens < enough:
+        return (
+            f"On an H100 it is slower than in bf16 with {tokens:,} tokens. Next: use {enough:,} or "
+            "more per micro-batch, or CUDA graphs, or stay in bf16."
+        )
+    return (
+        f"On an H100 it gains with {tokens:,} tokens, if compiled (FSDP2 needs more). Next: "
+        "torch.compile each block, and time it beside bf16."
+    )
