@@ -16,8 +16,9 @@ def config_text(config: Float8LinearConfig) -> str:
     """Return the recipe, the options that differ from it, and the float8 gathers."""
     recipe, options = _recipe_and_options(config)
     gathers = ["weight"] if config.fsdp_float8_all_gather else []
-    gathered = config.recipe.gather_scheme
-    gathers += [operand for operand in gathered if gathered[operand] and operand != "weight"]
+    for operand, scheme in config.recipe.gather_scheme.items():
+        if scheme and operand != "weight":
+            gathers.append(operand)
     gathers_text = f"float8_gathers={'|'.join(gathers) or 'none'}"
     return ", ".join([f"recipe={recipe}", *options, gathers_text])
 
@@ -39,9 +40,10 @@ def field_texts(config: Any) -> dict[str, str]:
         value = getattr(config, name)
         if value is None and "_for_" in name:
             value = getattr(config, name.partition("_for_")[0])
-        inner = _shown_fields(value) if is_dataclass(value) else []
-        texts |= {f"{name}.{part}": _shown(getattr(value, part)) for part in inner}
-        if not inner:
+        if is_dataclass(value) and _shown_fields(value):
+            for part in _shown_fields(value):
+                texts[f"{name}.{part}"] = _shown(getattr(value, part))
+        else:
             texts[name] = _shown(value)
     return texts
 
