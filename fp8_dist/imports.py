@@ -26,7 +26,9 @@ class AfterImport(MetaPathFinder):
     """
 
     def __init__(self, is_meant: Callable[[str], bool], call: Callable[[], bool]) -> None:
-        self._is_meant, self._call, self._depth = is_meant, call, 0
+        self._is_meant = is_meant
+        self._call = call
+        self._depth = 0
         if not call():
             sys.meta_path.insert(0, self)
 
@@ -68,11 +70,14 @@ def export(package: str, home: str, submodules: Sequence[str] = ()) -> None:
     names = vars(sys.modules[package])
 
     def fill() -> None:
-        if "__all__" not in names:
-            module = import_module(home)
-            public = [n for n in dir(module) if n == "__version__" or not n.startswith("_")]
-            exported = getattr(module, "__all__", public)
-            names.update({name: getattr(module, name) for name in exported}, __all__=exported)
+        if "__all__" in names:
+            return
+        module = import_module(home)
+        public = [n for n in dir(module) if n == "__version__" or not n.startswith("_")]
+        exported = getattr(module, "__all__", public)
+        for name in exported:
+            names[name] = getattr(module, name)
+        names["__all__"] = exported
 
     def get(name: str) -> Any:
         if find_spec(f"{package}.{name}") is not None:
