@@ -5,7 +5,7 @@ They tell which tensors are whole, and which are parts. No other rank is asked, 
 may have failed on this rank alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -96,10 +96,15 @@ class _Tensor(NamedTuple):
 
     def layout(self, placement: Placement | None) -> str:
         """A placement as an argument of a style."""
-        dim = placement.dim if isinstance(placement, Shard) else None
-        if dim is None:
+        if not isinstance(placement, Shard):
             return "Replicate()"
-        return f"Shard({-1 if dim == len(self.whole) - 1 else dim})"
+        return f"Shard({-1 if placement.dim == self.features.dim else placement.dim})"
+
+    @property
+    def input_layouts(self) -> list[str]:
+        """The argument of a style that reads it; none for a tensor that styles read by default."""
+        is_part = isinstance(self.given, Shard) and self.is_plain
+        return [f"input_layouts={self.layout(self.given)}"] if is_part else []
 
     def __str__(self) -> str:
         if self.given is None and self.shape != self.whole:
@@ -134,6 +139,15 @@ class _Called(NamedTuple):
     name: str
     inputs: dict[int | str, _Tensor]
     output: _Tensor | None
+
+    @property
+    def gives_part(self) -> bool:
+        """Whether the output is a part of the features."""
+        return self.output is not None and self.output.is_divided
+
+    @property
+    def gives_whole(self) -> bool:
+        return self.output is not None and not self.output.is_divided
 
 
 def unwrapped_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -195,11 +209,11 @@ class Diagnosis:
             self._missing(at)
             or self._unlike_embeddings()
             or self._part_in_the_stream(scope, calls)
-            or next(filter(None, map(self.misread, calls)), "")
+            or _first(map(self.misread, calls))
             or self._whole_beside_parts(layers)
             or self._forgotten_beside_parts(layers)
             or self._unlike_the_stream(scope, calls)
-            or next(filter(None, map(self._unsummed, layers)), "")
+            or _first(map(self._unsummed, layers))
             or (self.returned_part() if self._is_behind(at) else self._part_in_code(at, layers))
         )
 
@@ -217,7 +231,8 @@ class Diagnosis:
         layouts = []
         if isinstance(x.given, Shard):
             layouts = [f"input_layouts={x.layout(x.given)}"]
-        found, style = "its input is a DTensor", ""
+        found = "its input is a DTensor"
+        style = ""
         if self._is_linear(at) and x.is_divided:
             style = f"{self._prefix(at)}RowwiseParallel"
         elif beside is not None:
@@ -233,11 +248,14 @@ class Diagnosis:
 
     def _is_alike(self, name: str, other: str) -> bool:
         """Whether a column-parallel layer is beside another one that takes as many features."""
-        pair: list[Any] = [self.modules[name], self.modules[other]]
+        layer = self.modules[name]
+        other_layer = self.modules[other]
         is_column = isinstance(self.styles[name], ColwiseParallel) and not self._ends(other)
         if not is_column or _parent(name) != _parent(other):
             return False
-        return all(map(self._is_linear, (name, other))) and len({x.in_features for x in pair}) == 1
+        if not isinstance(layer, nn.Linear) or not isinstance(other_layer, nn.Linear):
+            return False
+        return layer.in_features == other_layer.in_features
 
     def _unlike_embeddings(self) -> str:
         """Describe embeddings that can't be added, before their sum has reached a module."""
@@ -275,8 +293,9 @@ class Diagnosis:
         """The module of the first entry that is yet to read a tensor of one of these shapes."""
         ended = {call.name for call in self.calls if call.output is not None}
         for (name, _), call in self.expected.items():
-            style = None if name in ended else self.styles.get(name)
-            reads: Mapping[Any, Any] = {} if style is None else layouts_read(style)
+            if name in ended or name not in self.styles:
+                continue
+            reads = layouts_read(self.styles[name])
             for place, seen in call.inputs.items():
                 layout = reads.get(place)
                 if seen.shape in shapes and isinstance(layout, Shard | Replicate):
@@ -290,7 +309,7 @@ class Diagnosis:
 
         ``name``: the name of the module.
         """
-        return next(filter(None, (self.misread(x) for x in self.calls if x.name == name)), "")
+        return _first(self.misread(call) for call in self.calls if call.name == name)
 
     def misread(self, call: _Called) -> str:
         """Describe an input that is not as the module's entry reads it."""
@@ -335,18 +354,14 @@ class Diagnosis:
     def _whole_beside_parts(self, layers: list[_Called]) -> str:
         """Describe a layer with all features beside one with a part, of the same input."""
         for call in layers:
-            if call.output is None or not call.output.is_divided:
+            if not call.gives_part or self._ends(call.name):
                 continue
+            x = call.inputs.get(0)
             for other in layers:
                 is_beside = _parent(other.name) == _parent(call.name) and not self._ends(other.name)
-                is_alike = 0 in other.inputs and other.inputs.get(0) == call.inputs.get(0)
-                is_whole = other.output is not None and not other.output.is_divided
-                if is_beside and is_alike and is_whole and not self._ends(call.name):
-                    x = other.inputs[0]
-                    is_part = isinstance(x.given, Shard) and x.is_plain
-                    arguments = [f"input_layouts={x.layout(x.given)}"] if is_part else []
+                if x is not None and x == other.inputs.get(0) and is_beside and other.gives_whole:
                     gives = "output_layouts=Shard(-1), the default"
-                    style = self._style(other.name, "ColwiseParallel", gives, arguments)
+                    style = self._style(other.name, "ColwiseParallel", gives, x.input_layouts)
                     return (
                         f"The output of {self._shown(other.name)} is {other.output}, but that of "
                         f"{self._shown(call.name)}, which reads the same input, is {call.output}. "
@@ -357,15 +372,13 @@ class Diagnosis:
     def _forgotten_beside_parts(self, layers: list[_Called]) -> str:
         """Describe a layer without an entry beside column-parallel ones, as of cross-attention."""
         for other in layers:
-            is_whole = other.output is not None and not other.output.is_divided
-            if other.name in self.styles or not is_whole:
+            if other.name in self.styles or not other.gives_whole:
                 continue
             beside = next((n for n in self.styles if self._is_alike(n, other.name)), None)
             if beside is None or self._outputs(beside) != self._outputs(other.name):
                 continue
             x = other.inputs.get(0)
-            is_part = x is not None and isinstance(x.given, Shard) and x.is_plain
-            arguments = [f"input_layouts={x.layout(x.given)}"] if x is not None and is_part else []
+            arguments = [] if x is None else x.input_layouts
             style = f"{self._prefix(other.name)}ColwiseParallel{_in_brackets(arguments)}"
             return (
                 f"The plan has no entry for {other.name!r}, but one for {self._shown(beside)} "
@@ -380,8 +393,9 @@ class Diagnosis:
     def _part_in_the_stream(self, scope: str, calls: list[_Called]) -> str:
         """Describe a layer whose output is a part of the features, for a module that has all."""
         writer = self._writer(scope, calls)
-        is_part = writer is not None and writer.output is not None and writer.output.is_divided
-        return self._unlike_the_stream(scope, calls) if is_part else ""
+        if writer is None or not writer.gives_part:
+            return ""
+        return self._unlike_the_stream(scope, calls)
 
     def _unlike_the_stream(self, scope: str, calls: list[_Called]) -> str:
         """Describe a layer whose output is not divided as the input of the module around it."""
@@ -419,7 +433,7 @@ class Diagnosis:
         for call in reversed(layers):
             if call.name != at and any(x.is_divided for x in call.inputs.values()):
                 return ""  # a layer that took a part of the features, and agrees
-            if call.output is not None and call.output.is_divided:
+            if call.gives_part:
                 return (
                     f"The output of {self._shown(call.name)} is {call.output}. Does code behind it "
                     "take that for all features? Attention has a part of the heads: "
@@ -430,16 +444,19 @@ class Diagnosis:
 
     def returned_part(self) -> str:
         """Describe the part of a tensor that the model returns, or takes for its result."""
-        names, last = [call.name for call in self.calls], self._last_layer("")
-        if last not in names:
-            return ""
-        begin = len(names) - 1 - names[::-1].index(last)
-        ends = [c for c in self.calls[begin:] if c.output is not None and c.name]
-        ends = [c for c in ends if isinstance(c.output.given, Shard) and c.output.is_plain]  # type: ignore[union-attr]
+        last = self._last_layer("")
+        ends: list[tuple[_Called, _Tensor]] = []  # of the last layer and behind it, backwards
+        for call in reversed(self.calls):
+            x = call.output
+            if call.name and x is not None and isinstance(x.given, Shard) and x.is_plain:
+                ends.append((call, x))
+            if call.name == last:
+                break
+        else:
+            return ""  # the last layer has not run
         if not ends:
             return ""
-        call = next((c for c in reversed(ends) if c.name in self.styles), ends[0])
-        x: Any = call.output
+        call, x = next((end for end in ends if end[0].name in self.styles), ends[-1])
         layout = f"output_layouts={x.layout(x.given)}"
         gathered = "output_layouts=Replicate()"
         if not self._gives(call, x.given):
@@ -495,6 +512,11 @@ class Diagnosis:
     def _shown(self, name: str) -> str:
         style = self.styles.get(name)
         return f"{name!r} ({'no entry' if style is None else type(style).__name__})"
+
+
+def _first(texts: Iterable[str]) -> str:
+    """The first text that is not empty, if there is one."""
+    return next(filter(None, texts), "")
 
 
 def _from_the_end(x: _Tensor) -> int | None:
