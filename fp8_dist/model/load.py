@@ -36,7 +36,10 @@ from fp8_dist.weight.weights import checked_module
 # The names of dtypes in safetensors files: such as "F8_E5M2", and "F8_E4M3" for torch's e4m3fn.
 _FLOAT8 = {f"F8_{short_name(dtype).removesuffix('fn').upper()}": dtype for dtype in FLOAT8_DTYPES}
 # MXFP4 is read as e4m3. 32 values of a row share an exponent.
-_MXFP4, _GROUP, _HALF, _E4M3 = "MXFP4", 32, 16, torch.float8_e4m3fn
+_MXFP4 = "MXFP4"
+_GROUP = 32
+_HALF = 16
+_E4M3 = torch.float8_e4m3fn
 _FLOAT8[_MXFP4] = _E4M3
 _FLOAT = {"F64", "F32", "F16", "BF16", *_FLOAT8}
 # Endings of the names of a weight's scales: DeepSeek's, and compressed-tensors' and ModelOpt's.
@@ -73,21 +76,26 @@ class _Mxfp4(NamedTuple):
         return self.codes.get_dtype() == "U8"
 
     def get_shape(self) -> list[int]:
-        shape: list[int] = [*self.codes.get_shape(), *([] if self.are_blocks else [1])]
-        *others, n, groups, size = shape
-        matrix = [n, 2 * groups * size]
-        return [*others, *(matrix[::-1] if self.is_transposed else matrix)]
+        shape = self.codes.get_shape()
+        if self.are_blocks:
+            *others, n, groups, size = shape
+            columns = 2 * groups * size
+        else:
+            *others, n, size = shape
+            columns = 2 * size
+        return [*others, columns, n] if self.is_transposed else [*others, n, columns]
 
     def __getitem__(self, index: Index) -> Tensor:
         *others, rows, columns = index
         if self.is_transposed:
             rows, columns = columns, rows
-        first, end = columns.start // _GROUP, -(-columns.stop // _GROUP)
+        first = columns.start // _GROUP
+        end = -(-columns.stop // _GROUP)
         by = 1 if self.are_blocks else _HALF
         packed = self.codes[(*others, rows, slice(first * by, end * by))].flatten(len(others) + 1)
         data = packed.new_empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=_E4M3)
         unpack_e2m1(packed.view(torch.uint8).contiguous(), data)
-        data = data[..., columns.start - first * _GROUP :][..., : columns.stop - columns.start]
+        data = data[..., columns.start - first * _GROUP : columns.stop - first * _GROUP]
         return data.mT if self.is_transposed else data
 
 
@@ -106,7 +114,8 @@ class _Exponents(NamedTuple):
 
     def __getitem__(self, index: Any) -> Tensor:
         exponents = self.exponents[index]
-        exponents = exponents.mT if self.is_transposed else exponents
+        if self.is_transposed:
+            exponents = exponents.mT
         return exponents.contiguous().view(torch.float8_e8m0fnu)
 
 
@@ -121,46 +130,59 @@ class _Files(dict[str, Any]):
         super().__init__(entries)
         self.companions: dict[str, list[str]] = {}
         for key in entries:
-            if (name := key.removesuffix("_blocks")) != key:
-                is_mxfp4 = self.dtype(key) == "U8" and len(self.shape(key)) > 2
-                if is_mxfp4 or f"{name}_scales" in entries:
-                    self._join(key, name, f"{name}_scales")
-            scales = _WEIGHT.sub("scale", key)
-            if scales != key and scales in entries and self.dtype(scales) == "F8_E8M0":
-                self.companions[key] = [scales]
-                if self.dtype(key) == "I8":
-                    self._join(key, key, scales)
+            self._find_mxfp4(key)
         owners = {key: key for key in self} | {self.named(key): key for key in self}
         for key in entries:
             for separator in re.finditer("[._]", key):
+                name = key[: separator.start()]
                 ending = key[separator.start() :]
-                owner = owners.get(key[: separator.start()])
+                owner = owners.get(name)
                 if ending.startswith(".zero_point"):  # "LAYER.zero_point" is of "LAYER.weight"
-                    owner = owner or owners.get(f"{key[: separator.start()]}.weight")
+                    owner = owner or owners.get(f"{name}.weight")
                 is_companion = "scal" in ending or "zero_point" in ending
                 if owner is None or not is_companion:
                     continue
+                if ending not in _SCALES and _CALIBRATED.search(key):
+                    continue
                 companions = self.companions.setdefault(owner, [])
-                is_read = ending in _SCALES or not _CALIBRATED.search(key)
-                if is_read and key not in companions:
+                if key not in companions:
                     companions.append(key)
+
+    def _find_mxfp4(self, key: str) -> None:
+        """Join an entry and its scales by their names, if they are in MXFP4 or DeepSeek's."""
+        if key.endswith("_blocks"):
+            name = key.removesuffix("_blocks")
+            is_mxfp4 = self.dtype(key) == "U8" and len(self.shape(key)) > 2
+            if is_mxfp4 or f"{name}_scales" in self:
+                self._join(key, name, f"{name}_scales")
+                return
+        scales = _WEIGHT.sub("scale", key)
+        if scales != key and scales in self and self.dtype(scales) == "F8_E8M0":
+            self.companions[key] = [scales]
+            if self.dtype(key) == "I8":
+                self._join(key, key, scales)
 
     def _join(self, key: str, name: str, scales_key: str) -> None:
         """Replace MXFP4 codes ``key`` by an entry ``name``, and their scales by exponents."""
-        codes, scales = self.pop(key), self.get(scales_key)
-        kind, shape = codes.get_dtype(), list(codes.get_shape())
-        of_scales, size = (scales.get_dtype(), [*scales.get_shape()]) if scales else ("missing", [])
-        *rows, groups = size or [0]
-        in_blocks, in_rows = [*rows, groups, _HALF], [*rows, groups * _HALF]
-        needed = ("I8", "F8_E8M0", in_rows) if name == key else ("U8", "U8", in_blocks)
-        if name in self or not rows or (kind, of_scales, shape) != needed:
+        codes = self.pop(key)
+        scales = self.get(scales_key)
+        kind = codes.get_dtype()
+        shape = list(codes.get_shape())
+        of_scales = scales.get_dtype() if scales else "missing"
+        size = list(scales.get_shape()) if scales else []
+        if name == key:
+            needed = ("I8", "F8_E8M0", [*size[:-1], *(_HALF * groups for groups in size[-1:])])
+        else:
+            needed = ("U8", "U8", [*size, _HALF])
+        if name in self or len(size) < 2 or (kind, of_scales, shape) != needed:
             raise ValueError(
                 f"load_float8_checkpoint: {key} is {kind} {shape}, and {scales_key} is {of_scales} "
                 f"{size}. MXFP4 has blocks U8 [..., N, K / 32, 16] and scales U8 [..., N, K / 32] "
                 "in place of a weight, or weights I8 [N, K / 2] and scales F8_E8M0 [N, K / 32]; "
                 "save the checkpoint in the layout of GPT-OSS or DeepSeek-V4"
             )
-        self[name], self[scales_key] = _Mxfp4(key, codes), _Exponents(scales)
+        self[name] = _Mxfp4(key, codes)
+        self[scales_key] = _Exponents(scales)
         self.companions[name] = [scales_key]
 
     def transpose(self, key: str) -> None:
@@ -193,9 +215,9 @@ class _Files(dict[str, Any]):
             ValueError: there are none, or several, or they have another name.
         """
         companions = self.companions.get(key, [])
-        if self.dtype(key) == _MXFP4 and len(companions) == 1:
-            return companions[0]
         if self.dtype(key) == _MXFP4:
+            if len(companions) == 1:
+                return companions[0]
             raise ValueError(
                 f"{self.named(key)} is in MXFP4, which has one tensor of exponents and no zero "
                 f"points, but the checkpoint has {_some(companions)}; dequantize the checkpoint "
@@ -379,7 +401,9 @@ def _plan(module: nn.Module, files: _Files) -> tuple[list[_Part], list[str]]:
             empty = torch.empty(tensor.shape, device="meta")
             name, *_ = experts.adapter.entries(module, name, empty)
         entries = _entries_of(module, weight, name, tensor)
-        for key in [e.key for e in entries if e.key in files and files.dtype(e.key) == _MXFP4]:
+        for key in [entry.key for entry in entries]:
+            if key not in files or files.dtype(key) != _MXFP4:
+                continue
             if isinstance(weight, ExpertWeight) and weight.is_transposed:
                 files.transpose(key)
             if weight is None and tensor.ndim > 2:
@@ -439,14 +463,17 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
     ``values``: the entries that are tensors of the model.
     """
     name, tensor, weight, entries = part
+    dtype = tensor.dtype
     if local_tensor(tensor).is_meta:
         raise ValueError(
             f"load_float8_checkpoint: {name} is on the meta device; call model.to_empty first"
         )
-    holds_codes = is_float8(dtype := tensor.dtype)  # of a layer of other code
+    holds_codes = is_float8(dtype)  # of a layer of other code
     are_coded = not holds_codes and any(files.float8(entry.key) for entry in entries)
     for entry in entries:
-        key, shape, kind = entry.key, files.shape(entry.key), files.dtype(entry.key)
+        key = entry.key
+        shape = files.shape(key)
+        kind = files.dtype(key)
         if (*(1,) * (len(entry.size) - len(shape)), *shape) != entry.size:
             raise ValueError(
                 f"load_float8_checkpoint: {files.named(key)} has values of shape {list(shape)}, "
@@ -510,9 +537,11 @@ def _fill(to: Tensor, tensor: Tensor, entry: Entry, read: Callable[[Index], Tens
     ``read``: reads a part of the entry. Its index has all dims of the whole tensor.
     """
     for region in regions(local_pieces(tensor)):
-        local_index, index = [], []
+        local_index = []
+        index = []
         for at, local, n, first, m in zip(*region, entry.offset, entry.size, strict=True):
-            begin, end = max(at, first), min(at + n, first + m)
+            begin = max(at, first)
+            end = min(at + n, first + m)
             local_index.append(slice(local + begin - at, local + end - at))
             index.append(slice(begin - first, end - first))
         if all(part.start < part.stop for part in local_index):
@@ -543,9 +572,11 @@ def _scales_of(entry: Entry, files: _Files) -> tuple[Tensor, tuple[int, ...]]:
     Raises:
         ValueError: the shape has no meaning or several, or :func:`checked_scales` refuses them.
     """
-    key, shape = files.scales(entry.key), files.matrices(entry)
+    key = files.scales(entry.key)
+    shape = files.matrices(entry)
     scales = checked_scales(files[key][...], f"load_float8_checkpoint: {key}").to(torch.float32)
-    numbers, size = counts(files.shape(key), shape), shape[-2:]
+    numbers = counts(files.shape(key), shape)
+    size = shape[-2:]
     blocks = [size, (1, size[-1]), *((block, block) for block in _BLOCKS)]
     if files.dtype(entry.key) == _MXFP4:
         blocks = [(_GROUP, 1) if files[entry.key].is_transposed else (1, _GROUP)]
@@ -565,14 +596,16 @@ def _stored_scales(
     weight: Float8Weight, entry: Entry, files: _Files
 ) -> tuple[Entry, Tensor, torch.dtype]:
     """Return the entry of the scales, the scales as the weight stores them, and their dtype."""
-    key, dtype = files.scales(entry.key), files.float8(entry.key)
+    key = files.scales(entry.key)
+    dtype = files.float8(entry.key)
     scheme = weight.held_scheme()
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {files.named(entry.key)} is in {dtype}, and the layer's "
             f"recipe stores {scheme.dtype}; leave the layer out of freeze_to_float8"
         )
-    scales, size = files[key][...], tuple(scheme.levels[0].shape(entry.size) or [1])
+    scales = files[key][...]
+    size = tuple(scheme.levels[0].shape(entry.size) or [1])
     stored = fitted(scales, files.matrices(entry), scheme, f"load_float8_checkpoint: {key}")
     return Entry(key, _first_block(weight, entry), size), stored.view(size), scales.dtype
 
@@ -583,12 +616,14 @@ def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
     Raises:
         ValueError: the entry shares a scale with other entries of the weight.
     """
-    scheme, shape = weight.held_scheme(), weight.parameter().shape
+    scheme = weight.held_scheme()
+    shape = weight.parameter().shape
     (level,) = scheme.levels
     offset = []
     for dim, (n, at, size) in enumerate(zip(shape, entry.offset, entry.size, strict=True)):
         block = level.block(dim, len(shape)) or n
-        if at % block or ((at + size) % block and at + size != n):
+        end = at + size
+        if at % block or (end % block and end != n):
             raise ValueError(
                 f"load_float8_checkpoint: {entry.key} is a part of {weight.fqn}.{weight.name} that "
                 f"shares a scale with other parts (one per {scheme.covers}); leave the "
