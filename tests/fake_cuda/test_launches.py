@@ -117,8 +117,8 @@ def number_of_kinds() -> int:
         flat = x.view(-1)
         for view in (x, x[:32], x[:, :32], x.t(), x.view(torch.int32), flat[:-1], flat[1:]):
             for other in (None, True, x, x.t()):
-                kinds.add(launch.kind_of(view, other))
-        assert launch.kind_of(x, torch.zeros(())) is None
+                kinds.add(launch.kind_of_call(view, other))
+        assert launch.kind_of_call(x, torch.zeros(())) is None
     assert None not in kinds
     return len(kinds)
 

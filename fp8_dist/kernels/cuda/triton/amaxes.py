@@ -131,7 +131,7 @@ def amax_of_matrix(
         M, K, stride_m, stride_k = K, M, stride_k, stride_m
         by_row = dims is not None and not by_row
     argument = data, M, K, stride_m, stride_k
-    kind = launch.kind_of(x, dims is None)
+    kind = launch.kind_of_call(x, dims is None)
     if by_row:
         bits = empty_amax(x, dims).view(torch.int32)
         _rows.repeat(kind, _rows.tiles(M), argument, bits)

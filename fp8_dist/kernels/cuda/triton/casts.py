@@ -305,7 +305,7 @@ def _cast_with(
         stride = given.stride(0)
     _, M, K, *_ = argument = launch.matrix(x) if matrix is None else matrix
     _cast.repeat(
-        launch.kind_of(x, given, *transposed, scale is None, amax is None),
+        launch.kind_of_call(x, given, *transposed, scale is None, amax is None),
         _cast.tiles(M, K),
         *(argument, given, stride, rows, launch.as_layouts(copies, transposed), amax, scale),
         OF=of,
@@ -410,7 +410,7 @@ def _cast_fresh(
         BN = triton.next_power_of_2(max(K, 16))
         BM = max(1, _WIDEST // 2 // BN)
         _cast_rows.repeat(
-            launch.kind_of(x),
+            launch.kind_of_call(x),
             (launch.programs(M, BM), 1),
             *(matrix, copies[0], (amax, scale)),
             POWER_OF_2=power_of_2,
@@ -444,7 +444,7 @@ def _transposed_copy(x: Tensor, multiple: int = ALIGNMENT) -> Tensor:
     *others, M, K = x.shape
     out = quantization.empty_transposed(x, multiple)
     _transpose.repeat(
-        launch.kind_of(x),
+        launch.kind_of_call(x),
         (*_transpose.tiles(out.shape[-1], K), math.prod(others)),
         *(x, None, out, M, K),
         MULTIPLE=multiple,

@@ -145,7 +145,7 @@ def _fold_gradient(
     multipliers = tuple(torch.empty(M, dtype=torch.float32, device=device) for _ in range(2))
     bits = None if input_scale is None else torch.zeros(N, dtype=torch.int32, device=device)
     x = launch.matrix(grad)
-    kind = launch.kind_of(grad, weight_scale, input_scale)
+    kind = launch.kind_of_call(grad, weight_scale, input_scale)
     arguments = x, weight_scale, multipliers, scale
     _multipliers.repeat(kind, _multipliers.tiles(M), *arguments, BIAS=BIAS[dtype])
     _fold_rows.repeat(

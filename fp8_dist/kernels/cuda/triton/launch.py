@@ -99,7 +99,7 @@ class Kernel:
         """Launch what a call of the same kind has launched before; the first is as any other call.
 
         Args:
-            kind: see :func:`kind_of`. In calls of one kind with the same constants, Triton
+            kind: see :func:`kind_of_call`. In calls of one kind with the same constants, Triton
                 specializes code for the same facts (Note [Specialization]).
             grid, args, constants: see :meth:`__call__`.
         """
@@ -212,7 +212,7 @@ def kernel(warps: int = 4, **blocks: int) -> Callable[[Any], Kernel]:
     return lambda function: Kernel(function, warps, blocks)
 
 
-def kind_of(*arguments: Any) -> Hashable:
+def kind_of_call(*arguments: Any) -> Hashable:
     """Return what tells apart calls whose kernels get other arguments, for :meth:`Kernel.repeat`.
 
     It is ``None``, so that nothing is repeated, if a tensor is not on the current device.
