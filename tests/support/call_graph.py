@@ -8,7 +8,7 @@ defines inside itself is a part of it.
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 Modules = Mapping[str, ast.Module]
 # The full names of functions, with those that each refers to.
@@ -96,17 +96,3 @@ def _targets(
             yield from methods.get(attr, ())
         case ast.Attribute(attr=attr):
             yield from methods.get(attr, ())
-
-
-def reaching(graph: Graph, ends: Iterable[str]) -> set[str]:
-    """The functions that reach one of the ends, and the ends."""
-    callers: dict[str, set[str]] = defaultdict(set)
-    for caller, targets in graph.items():
-        for target in targets:
-            callers[target].add(caller)
-    found, waiting = set(ends), list(ends)
-    while waiting:
-        for caller in callers[waiting.pop()] - found:
-            found.add(caller)
-            waiting.append(caller)
-    return found

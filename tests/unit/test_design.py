@@ -157,27 +157,3 @@ def test_what_the_library_replaces_in_others() -> None:
     assert {
         name for row in rows("What is replaced in torch") for name in quoted(row[0])
     } == replaced
-
-
-def test_one_function_casts() -> None:
-    """Outside of `scaling`, `cast_local` and the operator of look-ups call the schemes' cast.
-
-    FSDP2's part calls the cast of many shards whose statistics are known.
-    """
-    casts = {"cast", "cast_each", "cast_operator", "cast_packed", "cast_and_measure"}
-    callers = set()
-    for name, tree in modules().items():
-        for node in ast.walk(tree):
-            found: set[str] = set()
-            if isinstance(node, ast.ImportFrom) and node.module == "fp8_dist.scaling.operators":
-                found = casts & {alias.name for alias in node.names}
-            elif isinstance(node, ast.Attribute) and node.attr in casts:
-                owner = ast.unparse(node.value).split(".")[-1]
-                found = {node.attr} if owner in ("operators", "scheme") else set()
-            if not name.startswith(("fp8_dist.scaling", "fp8_dist.kernels")):
-                callers |= {(name, cast) for cast in found}
-    assert callers == {
-        ("fp8_dist.operand.prepare", "cast"),
-        ("fp8_dist.operand.state", "cast_operator"),
-        ("fp8_dist.fsdp.weight", "cast_each"),
-    }
