@@ -26,8 +26,10 @@ def check_mesh(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
 def check_local_features(weight: torch.Tensor, input: torch.Tensor, fqn: str) -> None:
     """Raise ValueError if the local input and the local weight differ in their features."""
     features, size = local_tensor(input).shape[-1], local_tensor(weight).shape[-1]
+    if features == size:
+        return
     w_layout, x_layout = Layout.of(weight), Layout.of(input)
-    if features == size or w_layout is None or x_layout is None:
+    if w_layout is None or x_layout is None:
         return
     w_shards, x_shards = _shards(w_layout, 1), _shards(x_layout, input.ndim - 1)
     if None in (w_shards, x_shards) or w_shards != x_shards:
