@@ -1,9 +1,9 @@
-"""Count the lines of the repository: how much is there to read?
+"""Count what the repository has: how much is there to read, and how dense is it?
 
     python -m scripts.measure.mass
 
-For the library, by room: lines of code, without docstrings, comments and blank lines. For tests,
-scripts and documents: all lines.
+For the library, by room: nodes of the syntax tree, lines of code (without docstrings, comments and
+blank lines), and nodes per line. For tests, scripts and documents: all lines.
 """
 
 import ast
@@ -31,6 +31,12 @@ def code_lines(path: Path) -> int:
     return len(lines)
 
 
+def syntax_nodes(path: Path) -> int:
+    """The number of nodes of the syntax tree, without those that say how a name is used."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return sum(not isinstance(node, ast.expr_context) for node in nodes)
+
+
 def files(folder: str, pattern: str = "*.py") -> list[Path]:
     """The files of a folder, except symbolic links and files below them."""
     paths = sorted((ROOT / folder).rglob(pattern))
@@ -40,12 +46,14 @@ def files(folder: str, pattern: str = "*.py") -> list[Path]:
 def main() -> None:
     command_parser("scripts.measure.mass", __doc__).parse_args()
     library = [path for folder in LIBRARY for path in files(folder)]
-    rooms: dict[str, int] = {}
+    rooms: dict[str, list[Path]] = {"all": library}
     for path in library:
-        room = str(path.parent.relative_to(ROOT))
-        rooms[room] = rooms.get(room, 0) + code_lines(path)
-    rows = [[room, f"{count:,}"] for room, count in rooms.items()]
-    print(table(["room", "code"], [*rows, ["all", f"{sum(rooms.values()):,}"]], "lr"), end="\n\n")
+        rooms.setdefault(str(path.parent.relative_to(ROOT)), []).append(path)
+    rows = []
+    for room, paths in rooms.items():
+        nodes, lines = sum(map(syntax_nodes, paths)), sum(map(code_lines, paths))
+        rows.append([room, f"{nodes:,}", f"{lines:,}", f"{nodes / max(1, lines):.1f}"])
+    print(table(["room", "nodes", "code", "nodes per line"], rows, "lrrr"), end="\n\n")
     tests = [path for path in files("tests") if "support/fake_cuda" not in str(path)]
     kinds = {"tests, without support/fake_cuda": tests, "scripts": files("scripts")}
     kinds["docs"] = files("docs", "*.md")
