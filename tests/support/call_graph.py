@@ -1,8 +1,8 @@
 """The call graph of the library, from its sources: which functions refer to which.
 
 It is an over-approximation. A name is resolved through imports and the names of its module. An
-attribute of another object than a module stands for each method of that name in the library. A
-function that is passed on, decorated or bound by ``partial`` is referred to, too. What a function
+attribute of another object than a module stands for each function and method of that name in the
+library, because operators are attributes of ``torch.ops``, too. A function that is passed on, decorated or bound by ``partial`` is referred to, too. What a function
 defines inside itself is a part of it.
 """
 
@@ -11,8 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 Modules = Mapping[str, ast.Module]
-# The full names of functions, with those that each refers to.
-Graph = dict[str, set[str]]
+# The full names of functions. For each name or attribute in a function, what it may stand for.
+Graph = dict[str, list[set[str]]]
 
 
 def functions(modules: Modules) -> dict[str, ast.AST]:
@@ -61,11 +61,9 @@ def call_graph(modules: Modules) -> Graph:
     """The functions of modules, and what each refers to, also outside of the modules."""
     known = functions(modules)
     passed_on = exported(modules)
-    methods: dict[str, set[str]] = defaultdict(set)
+    named: dict[str, set[str]] = defaultdict(set)
     for full in known:
-        owner, _, name = full.rpartition(".")
-        if owner not in modules:
-            methods[name].add(full)
+        named[full.rpartition(".")[2]].add(full)
 
     def defined(full: str) -> str:
         while full in passed_on and full not in known:
@@ -76,16 +74,16 @@ def call_graph(modules: Modules) -> Graph:
     for full, node in known.items():
         module = max((m for m in modules if f"{full}.".startswith(f"{m}.")), key=len)
         names = imported(modules[module]) | imported(node)
-        graph[full] = {
-            defined(target)
+        graph[full] = [
+            {defined(target) for target in _targets(part, module, names, named)}
             for part in ast.walk(node)
-            for target in _targets(part, module, names, methods)
-        }
+            if isinstance(part, ast.Name | ast.Attribute)
+        ]
     return graph
 
 
 def _targets(
-    node: ast.AST, module: str, names: Mapping[str, str], methods: Mapping[str, set[str]]
+    node: ast.AST, module: str, names: Mapping[str, str], named: Mapping[str, set[str]]
 ) -> Iterator[str]:
     """The full names that a node may stand for."""
     match node:
@@ -93,6 +91,6 @@ def _targets(
             yield names.get(name, f"{module}.{name}")
         case ast.Attribute(value=ast.Name(id=name), attr=attr) if name in names:
             yield f"{names[name]}.{attr}"
-            yield from methods.get(attr, ())
+            yield from named.get(attr, ())
         case ast.Attribute(attr=attr):
-            yield from methods.get(attr, ())
+            yield from named.get(attr, ())
