@@ -28,7 +28,7 @@ import triton
 from fake_cuda.process import FakeCudaProcess
 from inductor_kernels import code_of_product, loaded, sources
 from operator_calls import operator_calls
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from triton.backends.compiler import GPUTarget, Language
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
@@ -107,6 +107,7 @@ class Compiler:
 
     def __call__(self, kernel: launch.Kernel, grid: Any, *args: Any, **constants: Any) -> None:
         """Compile a kernel for the given arguments."""
+        args = tree_map_only(torch.Tensor, launch.raw, args)  # as Kernel passes them to Triton
         leaves = tree_leaves(args, lambda each: each is None)
         dtypes = [getattr(each, "dtype", each is None) for each in leaves]
         kind = (*constants.values(), *dtypes) if self.every else ()
