@@ -139,7 +139,7 @@ class Float8AllGatherWeight(KnownWeight):
         return cast.inputs, cast.metadata
 
     def kept_inputs(self, module: nn.Module) -> tuple[tuple[torch.Tensor, ...], _Metadata] | None:
-        """What :meth:`fsdp_pre_all_gather` returns, if a kept cast is current; else None."""
+        """The result of :meth:`fsdp_pre_all_gather`, if a kept cast is current; else None."""
         if self.kept_cast is None:
             return None
         weight = weights_of(module)[self.name_of_weight]

@@ -552,7 +552,7 @@ class Float8Weight:
         return None
 
     def state(self, parameter: torch.Tensor, layout: Layout | None) -> State | None:
-        """What decides a parameter's statistics in a forward; None: they are measured."""
+        """The state that decides a parameter's statistics in a forward; None: they are measured."""
         if (history := self.history) is not None:
             return history if parameter.requires_grad else history.frozen
         if layout is None or not shared_schemes(self.schemes, layout):
@@ -575,7 +575,7 @@ class Float8Weight:
         return Known(self, weight, kept)
 
     def gather_state(self, weight: KnownWeight) -> State:
-        """What decides the statistics of FSDP2's gather, given the sharded local tensor."""
+        """The state that decides the statistics of FSDP2's gather, given the sharded tensor."""
         parameter = self.master()
         if (history := self.history) is not None:
             state = history if parameter.requires_grad else history.frozen

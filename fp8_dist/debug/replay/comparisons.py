@@ -141,7 +141,7 @@ def first_index(bad: Tensor) -> Element:
 
 
 class Wrong(NamedTuple):
-    """What is wrong with a cast: a text, the global index of an element, and the ranks."""
+    """A fault of a cast: a text, the global index of an element, and the ranks."""
 
     text: str
     element: Element
