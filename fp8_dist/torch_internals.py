@@ -49,7 +49,7 @@ with names_of_torch():
     from torch._subclasses.fake_tensor import FakeTensor
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.distributed import _functional_collectives
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import _resolve_process_group, _world
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor.placement_types import _StridedShard
     from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -88,6 +88,7 @@ with names_of_torch():
     require(torch.UntypedStorage, "_cdata")
     require(torch.ops.aten.mm.default, "_schema")
     require(torch.autograd.Variable._execution_engine, "queue_callback")
+    require(_world, "pg_names")
     require(DTensor, "_local_tensor")
     require(nn.Module, "_parameters _buffers _modules")
     require(nn.Module, "_apply _save_to_state_dict _load_from_state_dict")
@@ -295,6 +296,18 @@ if torch.__version__ >= "2.13":  # earlier releases have no such key
         return _hash_of_dtensor(self) + ("" if is_plain else stable_hash(local))
 
     DTensor._stable_hash_for_caching = _hash_with_local  # type: ignore[method-assign]
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Make ``isinstance(tensor, nn.Parameter)`` true of what AOTAutograd passes for one."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def group_names() -> tuple[str, ...]:
+    """The names of the process groups of this rank, which are constants of graphs."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ()
+    return tuple(_world.pg_names.values())
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:

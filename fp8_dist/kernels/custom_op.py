@@ -76,6 +76,23 @@ class CustomOp(Generic[_P, _R]):
         return torch.library.register_fake(f"fp8_dist::{self._name}", fake, lib=_LIB)
 
 
+def composite_op(schema: str) -> Callable[[Callable[..., Any]], OpOverload]:
+    """Decorate a function as a new operator that consists of other operators.
+
+    In a graph of dynamo it is one node. AOTAutograd calls the function, and so replaces the node by
+    the operators inside, with their gradients.
+    """
+
+    def define(function: Callable[..., Any]) -> OpOverload:
+        name = schema.partition("(")[0]
+        _LIB.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIB.impl(name, function, "CompositeImplicitAutograd")
+        overload: OpOverload = getattr(torch.ops.fp8_dist, name).default
+        return overload
+
+    return define
+
+
 def custom_op(
     schema: str | None = None, fake: Callable[..., Any] | None = None
 ) -> Callable[[Callable[_P, _R]], CustomOp[_P, _R]]:

@@ -35,7 +35,7 @@ from fp8_dist.scaling import Quantized
 from fp8_dist.scaling.operators import multiply
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.transport import Encoding, reduced_to, start_reduction
-from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.casts import WeightCasts
 from fp8_dist.weight.uncast import Uncast
 
 Gradients = tuple[torch.Tensor | None, ...]
@@ -49,9 +49,9 @@ class LinearSpec(NamedTuple):
     output_placements: Placements | None
     fqn: str
     histories: Mapping[str, AmaxHistory]
-    weight: Float8Weight
+    weight: WeightCasts
     training: bool  # whether a backward may follow the forward
-    prepared_input: AmaxHistory | None  # the amax history of an input that layers share
+    is_prepared: bool  # whether the input is shared by layers and has an amax history
     reduce_transport: Encoding = None  # for sums of the output and grad_input over ranks
 
     def history(self, operand: Operand) -> AmaxHistory | None:
@@ -442,7 +442,7 @@ def _name_of_history(input: torch.Tensor, spec: LinearSpec) -> str | None:
     if not isinstance(mesh.local_tensor(input), Float8Tensor):
         return "input"
     # It was cast with the history that it has.
-    return PREPARED_INPUT if spec.prepared_input is not None and spec.training else None
+    return PREPARED_INPUT if spec.is_prepared and spec.training else None
 
 
 def _reduction_of_grad_input(
@@ -476,7 +476,7 @@ def _with_features(input: torch.Tensor, layout: Layout, features: int) -> torch.
 
 
 def _recorded(
-    operand: Any, owner: Float8Weight, amaxes: dict[str, torch.Tensor], begins: bool | None = None
+    operand: Any, owner: WeightCasts, amaxes: dict[str, torch.Tensor], begins: bool | None = None
 ) -> Any:
     """Record the amaxes of a pass that counts (Note [Passes that count]); return the operand.
 

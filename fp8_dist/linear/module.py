@@ -13,16 +13,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.config_text import config_text
-from fp8_dist.device import autocast
 from fp8_dist.env import strict_alignment
-from fp8_dist.linear import checks
-from fp8_dist.linear.autograd import LinearSpec, float8_linear
+from fp8_dist.linear.autograd import LinearSpec
+from fp8_dist.linear.call import call_linear
 from fp8_dist.linear.class_change import change_class, why_class_is_kept, why_forward_is_kept
-from fp8_dist.mesh import Placements, local_tensor, reduced
-from fp8_dist.operand.cast import check_layout, check_transforms
-from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories, warn_if_not_synced
-from fp8_dist.tensor.float8_tensor import Float8Tensor
-from fp8_dist.torch_internals import is_exporting, own_load_hooks, recorded_as_operators_are
+from fp8_dist.linear.in_graph import is_operator, linear_in_graph, settle
+from fp8_dist.mesh import Placements
+from fp8_dist.operand.cast import check_layout
+from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories
+from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.local_placements import LocalPlacements
@@ -59,6 +58,7 @@ class Float8Linear(nn.Linear):
             ``PrepareFloat8ModuleInput`` and ``share_input`` set it.
         histories: the amax history of each operand whose scaling is DELAYED, and the history of an
             input that ``PrepareFloat8ModuleInput`` casts by the layer's config.
+        settled: the name of what is settled about the layer (:mod:`fp8_dist.linear.in_graph`).
         hidden_attributes: the nn.Linear's own ones of these names, for ``become_linear``.
     """
 
@@ -71,6 +71,7 @@ class Float8Linear(nn.Linear):
     prepared_by: frozenset[str] = frozenset()
     prepared_input: AmaxHistory | None = None
     histories: dict[str, AmaxHistory]
+    settled: str
     hidden_attributes: dict[str, Any]
     plain_class = nn.Linear  # the class before conversion
 
@@ -145,6 +146,13 @@ class Float8Linear(nn.Linear):
             str(operand): AmaxHistory(scheme, length) for operand, scheme in recipe.delayed.items()
         }
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Note what is settled about the layer, for graphs."""
+        self.settled = settle(
+            self.config, self.output_placements, self.local_placements, self.reduce_transport
+        )
 
     def to_linear(self) -> nn.Linear:
         """Return a new nn.Linear that shares this layer's parameters, as plain tensors.
@@ -179,79 +187,38 @@ class Float8Linear(nn.Linear):
         """
         if input.is_nested or input.layout is not torch.strided:
             check_layout(self.fqn, input)
-        # Read it once: each access may run a parametrization, or a gather (SimpleFSDP).
-        declared, weight = self.local_placements, self.weight
-        if declared is None:
-            return self._forward(input, weight, self.bias, self.reduce_transport, weight)
-        declared.check(input, weight, self.output_placements, self.fqn)
-        # A DTensor input is the result of share_input, which reduces the gradient itself.
-        transport = None if isinstance(input, DTensor) else self.reduce_transport
-        output = self._forward(*declared.distributed(input, weight, self.bias), transport, weight)
-        assert isinstance(output, DTensor)
-        return output.to_local()
-
-    @recorded_as_operators_are
-    def _forward(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        transport: Encoding,
-        parameter: torch.Tensor,
-    ) -> torch.Tensor:
-        """:meth:`forward` for the parameters, or for DTensors that wrap them.
-
-        ``parameter`` is the layer's weight, not wrapped.
-        """
-        plain = not isinstance(input, DTensor)
         if not input.dtype.is_floating_point:
             raise TypeError(f"{self.fqn}: the input must be floating point, got {input.dtype}")
+        # Read it once: each access may run a parametrization, or a gather (SimpleFSDP).
+        weight, declared = self.weight, self.local_placements
         # If a DTensor was made from uneven local tensors, its shape is only torch's guess.
-        if plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
+        is_plain = declared is None and not isinstance(input, DTensor)
+        if is_plain and (input.ndim == 0 or input.shape[-1] != self.in_features):
             raise ValueError(
                 f"{self.fqn}: the last dim of the input must be in_features={self.in_features}, "
                 f"got an input of shape {tuple(input.shape)}"
             )
-        compiling = torch.compiler.is_compiling()
-        # A graph would guard on the name (torch 2.11), so no two layers could share a graph.
-        fqn = "" if compiling else self.fqn
-        check_transforms(fqn, input, weight, bias)
+        is_prepared = bool(self.histories) and self.prepared_input is not None
+        if is_operator():
+            owner = self.float8_weight
+            return linear_in_graph(input, weight, self.bias, owner, self.settled, is_prepared)
         if self.histories and is_exporting():
             raise NotImplementedError(
                 f"{self.fqn}: a layer with DELAYED scales can't be exported, because its amax "
                 "histories are kept by Python; convert the model with another recipe (the "
                 "state_dict is the same), or export layer.to_linear()"
             )
-        if not plain or isinstance(weight, DTensor):
-            checks.check_mesh(weight, input, self.fqn)
-            if not (self.float8_weight.is_compared or compiling):
-                self.float8_weight.compare("the first forward")
-        if transport is not None:
-            checks.check_summed_in_fp32(input, transport, self.fqn)
-        if not compiling:
-            checks.check_alignment(self.config, parameter, input.device, self.fqn)
-            if not plain:
-                checks.check_local_features(weight, input, self.fqn)
-            if self.histories:
-                warn_if_not_synced(self.histories, self.fqn)
-        local = local_tensor(input)
-        if isinstance(local, Float8Tensor):
-            checks.check_prepared(self.config, local, self.fqn)
-        else:
-            input = autocast(input)
-            if not plain:
-                input = reduced(input)
         spec = LinearSpec(
             config=self.config,
             output_placements=self.output_placements,
-            fqn=fqn,
+            fqn=self.fqn,
             histories=self.histories,
             weight=self.float8_weight,
             training=torch.is_grad_enabled(),
-            prepared_input=self.prepared_input,
-            reduce_transport=transport,
+            is_prepared=is_prepared,
+            reduce_transport=self.reduce_transport,
         )
-        return float8_linear(input, weight, bias, parameter, spec)
+        return call_linear(input, weight, self.bias, spec, declared)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's text, the recipe, and the operands that are gathered in float8.
@@ -286,6 +253,8 @@ class Float8Linear(nn.Linear):
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
         super().__setattr__(name, value)
+        if name in _SETTLED and "float8_weight" in self.__dict__:
+            self._settle()
 
     def become_linear(self) -> None:
         """Convert the layer to an nn.Linear in place: the inverse of :func:`become_float8`.
@@ -306,6 +275,7 @@ class Float8Linear(nn.Linear):
         super().__setstate__(state)
         self.float8_weight = Float8Weight(self, self.config, self.fqn, self.histories)
         bind(self.float8_weight, self._parameters.get("weight"))
+        self._settle()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if type(self) is Float8Linear or "plain_class" not in vars(type(self)):
@@ -336,6 +306,9 @@ class Float8Linear(nn.Linear):
             saved, meshes = local_metadata.get(AMAXES_KEY, {}), self.float8_weight.meshes()
             load_histories(self.histories, saved, meshes, self.weight.device)
 
+
+# Attributes whose values are settled before a call.
+_SETTLED = ("config", "output_placements", "local_placements", "reduce_transport")
 
 # Attributes of a Float8Linear that an nn.Linear does not have.
 _OWN_ATTRIBUTES = tuple(Float8Linear.__annotations__)

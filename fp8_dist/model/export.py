@@ -242,7 +242,8 @@ def float8_stream(
             continue
         source = _Source(value, weights.get(key), [], None if key in weights else known.get(key))
         if (weight := source.weight) is not None:
-            weight.held_scheme().start(Layout.of(weight.parameter()))  # raises if it can't be cast
+            scheme = weight.held_scheme(weight.parameter())
+            scheme.start(Layout.of(weight.parameter()))  # raises if it can't be cast
             if packs and (why := _why_not_packed(model, key, weight, gather)):
                 raise ValueError(f"{caller}: {key}, {list(value.shape)}, {why}")
         # Layers may share a weight, which is cast once.
@@ -301,7 +302,7 @@ def _contracted_dim(weight: Float8Weight) -> int:
 
 def _saved_scheme(weight: Float8Weight) -> Scheme:
     """The scheme of a weight as ``[..., N, K]``."""
-    scheme = weight.held_scheme()
+    scheme = weight.held_scheme(weight.parameter())
     is_turned = isinstance(scheme, BlockScheme) and _contracted_dim(weight) == -2
     return scheme.transposed_scheme if is_turned else scheme
 
@@ -470,7 +471,7 @@ def checked_weights(
         whole = torch.empty(weight.parameter().shape, device="meta")
         sizes = whole.shape[-2:]
         for part in entries_of(model, weight, name, whole).values():
-            held = weight.held_scheme()
+            held = weight.held_scheme(weight.parameter())
             assert isinstance(held, BlockScheme)
             dims = zip(part.shape[-2:], sizes, (held.rows, held.columns), strict=True)
             if any(size != whole_size and size % block for size, whole_size, block in dims):

@@ -496,7 +496,10 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
             _first_block(weight, entry)
             if files.float8(key):
                 _stored_scales(weight, entry, files)
-                if kind != _MXFP4 and (scheme := weight.held_scheme()).packed_dtype:
+                if (
+                    kind != _MXFP4
+                    and (scheme := weight.held_scheme(weight.parameter())).packed_dtype
+                ):
                     check_values(files[key][...], scheme, f"load_float8_checkpoint: {key}")
         elif are_coded and files.float8(key):
             _scales_of(entry, files)
@@ -598,7 +601,7 @@ def _stored_scales(
     """Return the entry of the scales, the scales as the weight stores them, and their dtype."""
     key = files.scales(entry.key)
     dtype = files.float8(entry.key)
-    scheme = weight.held_scheme()
+    scheme = weight.held_scheme(weight.parameter())
     if dtype is not scheme.dtype:
         raise ValueError(
             f"load_float8_checkpoint: {files.named(entry.key)} is in {dtype}, and the layer's "
@@ -616,7 +619,7 @@ def _first_block(weight: Float8Weight, entry: Entry) -> tuple[int, ...]:
     Raises:
         ValueError: the entry shares a scale with other entries of the weight.
     """
-    scheme = weight.held_scheme()
+    scheme = weight.held_scheme(weight.parameter())
     shape = weight.parameter().shape
     (level,) = scheme.levels
     offset = []

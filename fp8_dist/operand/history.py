@@ -156,6 +156,14 @@ class AmaxHistory(State):
             advance_to([self], row.clone().unsqueeze(0))
 
 
+class HistoryInGraph(AmaxHistory):
+    """An amax history, as far as a graph knows it: by the handles that operators take."""
+
+    def __init__(self, handle: torch.Tensor, of_frozen: torch.Tensor) -> None:
+        self.handle = handle
+        self.frozen = Frozen(self, of_frozen)
+
+
 class Frozen(State):
     """The own amax of a frozen weight, which is recorded in its history.
 
@@ -165,9 +173,9 @@ class Frozen(State):
 
     amax_from = "statistic"
 
-    def __init__(self, history: AmaxHistory) -> None:
+    def __init__(self, history: AmaxHistory, handle: torch.Tensor | None = None) -> None:
         self._history = weakref.proxy(history)  # which has this object
-        self.handle = register_handle(self)
+        self.handle = register_handle(self) if handle is None else handle
 
     def look_up(
         self, x: torch.Tensor, schemes: Sequence[Scheme], groups: Sequence[str], *_: Any

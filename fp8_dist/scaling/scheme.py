@@ -551,6 +551,11 @@ def shared_schemes(schemes: tuple[Scheme, ...], layout: Layout | None) -> tuple[
     return tuple([scheme for scheme in schemes if any(scheme.axes(layout))])
 
 
+def scheme_classes() -> list[type[Scheme]]:
+    """The classes of schemes that are defined."""
+    return [*_FAMILIES.values()]
+
+
 def scheme_named(key: str) -> Scheme:
     """Return the scheme with this key, which may come from another process.
 

@@ -1,4 +1,4 @@
-"""The weight of a float8 layer: its parameter, layout and replacement, and its operands.
+"""The weight of a float8 layer: its parameter, layout and replacement, and FSDP2's gathers.
 
 Terms:
 
@@ -6,18 +6,7 @@ Terms:
   *sharded parameter* is registered between uses, the *unsharded parameter* while the layer runs.
 * *shard*: the parameter's local tensor, plain and in high precision.
 
-Where the parameter is cast depends on how it is distributed:
-
-* On one device, or with tensor parallelism: the forward casts the shard, also for the backward
-  (:meth:`Float8Weight.operands`).
-* With FSDP2 and float8 gathers: FSDP2 gathers the cast of the shard (``fp8_dist/fsdp/weight.py``).
-  In the forward the parameter is a ``Float8Tensor``.
-* With FSDP2 without float8 gathers: the forward casts the unsharded parameter for its own GEMM. The
-  backward casts it again (:class:`fp8_dist.weight.uncast.Uncast`).
-* Stored in float8: it is not cast (:mod:`fp8_dist.weight.stored_weight`).
-
-Statistics that need other ranks are looked up in the weight's tensor; see Note [What is known of a
-weight] in :mod:`fp8_dist.weight.known`. Others are measured.
+:mod:`fp8_dist.weight.casts` says where the parameter is cast.
 """
 
 import math
@@ -35,35 +24,25 @@ from torch.distributed.tensor import DTensor
 from fp8_dist import fsdp_internals, mesh
 from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
-from fp8_dist.device import is_float8
-from fp8_dist.kernels import scale
 from fp8_dist.mesh import Layout, local_tensor
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory
-from fp8_dist.operand.observers import Use, is_observed
-from fp8_dist.operand.prepare import cast_by_state, cast_local
-from fp8_dist.operand.state import State, measured, needs_op, register_handle
-from fp8_dist.recipe import Gemm, Operand
+from fp8_dist.operand.state import State, register_handle
 from fp8_dist.scaling import (
     CastPlan,
-    Quantized,
     Scheme,
     Statistics,
-    operators,
-    scheme_named,
     shared_schemes,
 )
-from fp8_dist.tensor import Float8Tensor, quantized_as
+from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, warn_once
 from fp8_dist.weight.agreement import check_placed
+from fp8_dist.weight.casts import WeightCasts
 from fp8_dist.weight.known import AS_SHARDED, Kept, Known, KnownWeight
 from fp8_dist.weight.local_placements import LocalPlacements
 from fp8_dist.weight.optimizer_steps import note_replaced
 from fp8_dist.weight.stored import StoredFloat8
 from fp8_dist.weight.stored_weight import StoredWeight, bind
-from fp8_dist.weight.uncast import Uncast
 from fp8_dist.weight.wrapper import WrapperParameter, padded_size
-
-_GEMMS: tuple[Gemm, Gemm] = ("output", "grad_input")  # the GEMMs that take a weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,22 +138,7 @@ class ScalesReady(NamedTuple):
             self.waiting.add(stream)
 
 
-class WeightOperands(NamedTuple):
-    """The local operands of a weight's GEMMs for a forward and its backward.
-
-    Attributes:
-        output, grad_input: the operand of each GEMM, which may be the same. ``None`` means the
-            weight in high precision.
-        amax: in a graph the local amax, fp32, 0-dim, for the amax history. ``None`` in eager code,
-            where the history keeps it, and without a history.
-    """
-
-    output: Quantized | None = None
-    grad_input: Quantized | Uncast | None = None
-    amax: torch.Tensor | None = None
-
-
-class Float8Weight:
+class Float8Weight(WeightCasts):
     """A parameter of two dims or more that is multiplied in float8.
 
     It is in high precision and cast at use, or frozen and :meth:`stored` in float8. A copy of the
@@ -222,7 +186,6 @@ class Float8Weight:
         bind(self, parameter)
 
     def compare(self, caller: str) -> None:
-        """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
         layout = None if self.is_compared else self.layout()
         if layout is not None:
             check_placed({self.fqn: self.module}, layout.mesh, f"{caller} of {self.fqn}")
@@ -285,9 +248,12 @@ class Float8Weight:
         return None if self.fsdp is None else sharded.replicated_over(self.fsdp.mesh)
 
     def forward_layout(self, weight: torch.Tensor) -> Layout | None:
-        """The layout of a forward's weight; with FSDP2, replicated over the mesh that shards it."""
         sharded = None if self.fsdp is None else self.layout(self.master())
         return self.layout(weight) if sharded is None else self.gathered_layout(sharded)
+
+    @property
+    def is_in_fsdp(self) -> bool:
+        return self.fsdp is not None
 
     @property
     def gathered_as(self) -> torch.dtype | None:
@@ -343,13 +309,6 @@ class Float8Weight:
         return plain
 
     def high_precision(self, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The parameter in high precision, detached.
-
-        ``weight``: the weight of a forward, which other code may have computed from the parameter.
-        With FSDP2, the result is the sharded parameter.
-
-        Collectives: for a stored weight, those of :meth:`StoredWeight.dequantized`.
-        """
         if (stored := self.stored()) is not None:
             return stored.dequantized()
         if weight is None:
@@ -367,9 +326,10 @@ class Float8Weight:
         parameter = self.parameter() if parameter is None else parameter
         if not isinstance(local_tensor(parameter), StoredFloat8):
             return None
-        names, scales = (self.fqn, self.name), self.module.get_parameter(self.scales_name)
-        layout, scheme = self.layout(parameter), self.held_scheme(parameter)
-        return StoredWeight(*names, self.scales_name, parameter, scales, layout, scheme)
+        return self.stored_as(parameter)
+
+    def scales_of_stored(self) -> torch.Tensor:
+        return self.module.get_parameter(self.scales_name)
 
     def held_in(self, local: StoredFloat8, is_written: bool) -> StoredWeight | None:
         """Return the stored weight if its data is in ``local``; None for parts and copies of it.
@@ -383,20 +343,6 @@ class Float8Weight:
                 return self.stored(parameter)
         return None
 
-    def held_scheme(self, parameter: torch.Tensor | None = None) -> Scheme:
-        """The scheme of the data, if the parameter is stored, and otherwise of its first cast."""
-        parameter = self.parameter() if parameter is None else parameter
-        scheme, local = self.schemes[0], local_tensor(parameter)
-        if not isinstance(local, StoredFloat8) or local.key == scheme.key:
-            return scheme
-        stored = scheme_named(local.key)
-        return stored if stored.is_storage else scheme
-
-    @property
-    def schemes(self) -> tuple[Scheme, ...]:
-        """The schemes of the weight, in the order of its GEMMs."""
-        return self.config.recipe.schemes["weight"]
-
     @property
     def is_dynamic(self) -> bool:
         """Whether the weight is cast with a DYNAMIC scale."""
@@ -406,19 +352,6 @@ class Float8Weight:
     def _has_dynamic_scheme(self) -> bool:
         recipe = self.config.recipe
         return bool(recipe.schemes["weight"]) and "weight" not in recipe.delayed
-
-    @property
-    def history(self) -> AmaxHistory | None:
-        """The amax history, if the scale is DELAYED."""
-        return self.histories.get("weight")
-
-    def plan(self, gemms: tuple[Gemm, ...], device: torch.device) -> CastPlan:
-        """Return the plan of the casts for both GEMMs of the weight, or for one of them."""
-        return self.config.recipe.plan("weight", gemms, device)
-
-    def casts_of(self, operand: Operand) -> dict[tuple[Gemm, ...], Scheme]:
-        """The casts of an operand that observers see; see :class:`observers.Owner`."""
-        return self.config.recipe.casts[operand]
 
     def meshes(self) -> list[DeviceMesh]:
         """The meshes that the operands of the weight's layer are distributed over.
@@ -430,143 +363,13 @@ class Float8Weight:
         layouts = *of_weight, *self.histories.values()
         return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
-    def operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
-        """The operands of the parameter for a forward and its backward.
-
-        ``both``: whether a backward may compute the input's gradient.
-
-        Collectives: those of :meth:`State.statistics`.
-
-        Raises:
-            TypeError: the parameter was replaced by plain float8 data.
-            ValueError: as :meth:`StoredWeight.quantized`; or what FSDP2 gathered was cast for
-                another config than the layer's.
-        """
-        schemes = self.schemes
-        if not schemes:
-            return WeightOperands()
-        local = local_tensor(parameter)
-        if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            _check_gathered(schemes, local, self.fqn)
-            gathered = quantized_as(local, schemes[0])
-            return WeightOperands(gathered, gathered)
-        if isinstance(local, StoredFloat8):
-            return self._stored_operands(parameter, both)
-        if is_float8(local.dtype):
-            raise TypeError(
-                f"{self.fqn}: {self.name} is data of {local.dtype} without its scales, from a "
-                "state dict that was assigned or passed to functional_call; load it with "
-                "load_state_dict after freeze_to_float8"
-            )
-        if not torch.compiler.is_compiling():
-            if self.config.enable_fsdp_float8_all_gather:
-                self._warn_if_flag_has_no_effect(parameter)
-            if self.fsdp is not None:
-                self.note_unsharded(parameter)
-        shard = local.plain if isinstance(local, KnownWeight) else local
+    def note_forward(self, parameter: torch.Tensor) -> None:
+        if self.config.enable_fsdp_float8_all_gather:
+            self._warn_if_flag_has_no_effect(parameter)
         if self.fsdp is not None:
-            return self._unsharded_operands(parameter, shard, both)
-        plan = self.plan(_GEMMS if both else _GEMMS[:1], local.device)
-        if not plan.of:
-            return WeightOperands()
-        layout, state = self.layout(parameter), None
-        if layout is not None:
-            plan = plan.on(layout)
-        if layout is not None or self.histories:
-            state = self.state(parameter, layout)
-        use = Use((self,), "weight", layout) if is_observed() else None
-        with torch.no_grad():
-            copies, amax = cast_by_state(shard, plan, state, use)
-        if amax is not None:
-            amax = self._kept_amax(amax)
-        first, last = plan.places[0], plan.places[-1]
-        output = None if first is None else copies[first]
-        grad_input = None if last is None or not both else copies[last]
-        return WeightOperands(output, grad_input, amax)
+            self.note_unsharded(parameter)
 
-    def _stored_operands(self, parameter: torch.Tensor, both: bool) -> WeightOperands:
-        """:meth:`operands` of a weight that is stored in float8."""
-        stored = self.stored(parameter)
-        assert stored is not None
-        whole = stored.quantized()
-        if not whole.scheme.is_storage or whole.scheme in self.schemes:
-            later = Uncast(parameter, whole.scales, whole.scheme, stored.layout)
-            return WeightOperands(whole, later if stored.is_packed else whole)
-        values = operators.dequantize(whole, stored.data.dtype)
-        scales, stored_as = whole.scales, whole.scheme
-        del whole  # its float8 data
-        return self._unsharded_operands(parameter, values, both, scales, stored_as)
-
-    @torch.no_grad()
-    def _unsharded_operands(
-        self,
-        parameter: torch.Tensor,
-        values: torch.Tensor,
-        both: bool,
-        scales: Statistics = (),
-        stored_as: Scheme | None = None,
-    ) -> WeightOperands:
-        """:meth:`operands` of values that no float8 copy may outlive, so that the backward casts
-        them again.
-
-        ``scales``, ``stored_as``: the scales and the scheme of a stored weight with these values.
-        """
-        layout, device = self.layout(parameter), values.device
-        state, plan = self.state(parameter, layout), self.plan(_GEMMS[:1], device).on(layout)
-        if state is None:
-            statistics: Sequence[Statistics] = measured(values, self.schemes, layout)
-        else:
-            statistics = state.statistics(values, CastPlan(self.schemes).on(layout))
-        known = dict(zip(self.schemes, statistics, strict=True))
-        measures = state is not None and state.amax_from == "cast"
-        uncast = None
-        for scheme in self.plan(_GEMMS[1:], device).schemes if both else ():
-            owner = None if scheme in plan.schemes else self  # the forward's was reported
-            uncast = Uncast(
-                parameter,
-                (*scales, *known[scheme]),
-                scheme,
-                layout,
-                owner,
-                measures,
-                stored_as=stored_as,
-            )
-        output = amax = None
-        if plan.of:
-            use = None
-            if is_observed():
-                use = Use((self,), "weight", self.forward_layout(parameter))
-            taken = [known[scheme] for scheme in plan.schemes]
-            (output,), amax = cast_local(values, plan, taken, use, measures=measures)
-        elif self.history is not None:  # the backward alone casts the weight
-            amax = scale.amax(values)
-        if state is not None and state.amax_from == "statistic":
-            amax = statistics[0][0]
-        return WeightOperands(output, uncast, self._kept_amax(amax))
-
-    def _kept_amax(self, amax: torch.Tensor | None) -> torch.Tensor | None:
-        """Keep the amax of a cast in the history; in a graph, return it instead."""
-        if amax is None or self.history is None or torch.compiler.is_compiling():
-            return amax
-        self.history.last = amax
-        return None
-
-    def state(self, parameter: torch.Tensor, layout: Layout | None) -> State | None:
-        """The state that decides a parameter's statistics in a forward; None: they are measured."""
-        if (history := self.history) is not None:
-            return history if parameter.requires_grad else history.frozen
-        if layout is None or not shared_schemes(self.schemes, layout):
-            return None
-        local = local_tensor(parameter)
-        weight = local if isinstance(local, KnownWeight) else self.unsharded
-        if weight is None:
-            return None
-        if needs_op():  # the operator redirects to the sharded parameter
-            return Known(self, weight)
-        return self._known(weight.check(parameter), layout)
-
-    def _known(self, weight: KnownWeight, layout: Layout) -> Known:
-        """The state of a parameter's statistics in eager code, given its local tensor."""
+    def known(self, weight: KnownWeight, layout: Layout) -> Known:
         kept = Kept.in_forward(self.schemes, layout)
         if weight.state() == AS_SHARDED:
             sharded, sharded_kept = local_tensor(self.master()), self.kept()
@@ -601,7 +404,7 @@ class Float8Weight:
         self.compare("the first forward")
         weight, layout = KnownWeight(x, known=cache[0], valid=cache[1]), self.layout()
         assert layout is not None
-        return self._known(weight, layout).recalled(x, schemes)
+        return self.known(weight, layout).recalled(x, schemes)
 
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.
@@ -677,13 +480,6 @@ class Float8Weight:
                 internals.set_dtensor_local(parameter, self.unsharded)
 
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
-        """Record a pass's amaxes, keyed by history, in its backward; see Note [Passes that count].
-
-        The weight's amax is that of its last cast.
-
-        ``begins``: whether the pass begins to accumulate gradients. ``None``: decided by the
-        weight's own gradient if the weight is a trained leaf, else unknown.
-        """
         has_backward = internals.backward_id() >= 0
         if not has_backward and self._is_evaluated():
             return
@@ -736,14 +532,3 @@ class Float8Weight:
                 "on the model (after convert_to_float8_training), let the parametrization return "
                 "cast_to_float8(parameter, ...).redistribute(...), or leave the flag off",
             )
-
-
-def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it."""
-    if len(schemes) > 1 or schemes[0].key != weight.key:
-        wanted = " and ".join([scheme.described for scheme in schemes])
-        raise ValueError(
-            f"{fqn}: FSDP2 gathered the weight as {weight.scheme.described} for another layer that "
-            f"shares it, but this layer takes {wanted}; convert layers that share a weight with "
-            "one config"
-        )

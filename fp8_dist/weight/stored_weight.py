@@ -260,7 +260,7 @@ def place_scales(weight: Any, scales: torch.Tensor) -> None:
 
     They are replicated if ranks share scales.
     """
-    layout, scheme = weight.layout(), weight.held_scheme()
+    layout, scheme = weight.layout(), weight.held_scheme(weight.parameter())
     (placement,), (level,), ndim = layout.placements, scheme.levels, len(layout.shape)
     dim = mesh.sharded_dim(placement, ndim)
     block = None if dim is None or level.is_scalar else level.block(dim, ndim)

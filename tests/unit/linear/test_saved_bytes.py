@@ -12,7 +12,7 @@ from reference import same_bits, saved_in
 
 from fp8_dist import Float8Linear, sync_float8_amax_and_scale_history
 from fp8_dist.debug import float8_stats
-from fp8_dist.weight.float8_weight import WeightOperands
+from fp8_dist.weight.casts import WeightOperands
 
 ROWS, FEATURES = 256, 256
 IN_FLOAT8 = [name for name in RECIPES if config_of(name).gemm_enabled("grad_weight")]

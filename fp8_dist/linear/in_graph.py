@@ -1,0 +1,221 @@
+"""A linear layer in a graph: one operator.
+
+Note [One operator per layer]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Dynamo does not trace a layer's forward. In a graph of Dynamo the forward is the operator
+:func:`linear`, whose implementation AOTAutograd calls, and traces, while it makes the graphs of the
+forward and the backward. So casts, collectives and GEMMs are separate operators for Inductor, but
+
+* Dynamo guards on the few facts that are arguments of the operator, and not on each attribute that
+  the implementation reads;
+* torch caches the graphs. It does not cache graphs with an autograd function, which Dynamo traces.
+
+The implementation must depend on nothing but the arguments of the operator, because layers share
+graphs, and because a graph may come from the cache that another process wrote. They are
+
+* tensors, among them the handles of the state that operators of the graph ask at run time (Note
+  [Look-ups at run time] in :mod:`fp8_dist.operand.state`);
+* the name of what was settled before: the config and the placements (:func:`settle`);
+* the flags of this call;
+* :func:`context`, which stands for everything else: the library, and the process groups, whose
+  names are constants of the graph.
+
+Graphs for ``torch.export`` have no such operator, because another process runs them. In inference
+mode torch does not run an operator's implementation before those of tensor subclasses.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8_dist import torch_internals as internals
+from fp8_dist.config import Float8LinearConfig
+from fp8_dist.kernels.custom_op import composite_op
+from fp8_dist.linear.autograd import LinearSpec
+from fp8_dist.linear.call import call_linear
+from fp8_dist.mesh import Layout, Placements, layout_over, local_tensor
+from fp8_dist.operand.history import AmaxHistory, HistoryInGraph
+from fp8_dist.operand.state import owner_of
+from fp8_dist.scaling.fingerprint import code_fingerprint
+from fp8_dist.transport import Encoding
+from fp8_dist.weight.casts import WeightCasts
+from fp8_dist.weight.float8_weight import Float8Weight
+from fp8_dist.weight.known import KnownWeight
+from fp8_dist.weight.local_placements import LocalPlacements
+from fp8_dist.weight.stored import StoredFloat8
+
+
+class Settled(NamedTuple):
+    """What is settled about a layer before it is called."""
+
+    config: Float8LinearConfig
+    output_placements: Placements | None
+    declared: LocalPlacements | None
+    reduce_transport: Encoding
+
+    @property
+    def name(self) -> str:
+        """The same text for layers of which the same is settled, in all processes."""
+        recipe = self.config.recipe
+        schemes = [scheme.key for used in recipe.schemes.values() for scheme in used]
+        groups = []
+        if self.declared is not None:
+            groups = [group.group_name for group in self.declared.mesh.get_all_groups()]
+        return f"{self} {schemes} {groups}"
+
+
+_settled: dict[str, Settled] = {}
+
+
+def settle(*facts: Any) -> str:
+    """Note what is settled about a layer, the fields of :class:`Settled`; return its name."""
+    settled = Settled(*facts)
+    _settled[settled.name] = settled
+    return settled.name
+
+
+class _WeightInGraph(WeightCasts):
+    """The weight of a layer, as far as the operator knows it."""
+
+    fqn, name, scales_name = "a float8 layer", "weight", "weight_scale_inv"
+
+    def __init__(
+        self,
+        settled: Settled,
+        handle: Tensor,
+        histories: Mapping[str, AmaxHistory],
+        is_in_fsdp: bool,
+        unsharded: Tensor | None,
+        scales: Tensor | None,
+    ) -> None:
+        assert unsharded is None or isinstance(unsharded, KnownWeight)
+        self.config, self._declared = settled.config, settled.declared
+        self.handle, self.histories = handle, histories
+        self.unsharded, self._scales = unsharded, scales
+        self._is_in_fsdp = is_in_fsdp
+
+    @property
+    def is_in_fsdp(self) -> bool:
+        return self._is_in_fsdp
+
+    def layout(self, parameter: Tensor) -> Layout | None:
+        if (declared := self._declared) is None:
+            return Layout.of(parameter)
+        return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+
+    def scales_of_stored(self) -> Tensor:
+        assert self._scales is not None
+        return self._scales
+
+
+def is_operator() -> bool:
+    """Whether the graph that is traced has layers as operators."""
+    if not torch.compiler.is_dynamo_compiling() or internals.is_exporting():
+        return False
+    return not _is_inference_mode()
+
+
+@internals.constant_in_graphs
+def _is_inference_mode() -> bool:
+    return torch.is_inference_mode_enabled()
+
+
+@internals.constant_in_graphs
+def context() -> str:
+    """What the implementation of the operator depends on besides its arguments."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return f"{code_fingerprint()} rank {rank} {internals.group_names()}"
+
+
+def linear_in_graph(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    owner: Float8Weight,
+    settled: str,
+    is_prepared: bool,
+) -> Tensor:
+    """:func:`fp8_dist.linear.call.call_linear`, by the operator of a layer.
+
+    Args:
+        owner: the object that casts the weight.
+        settled: the name of what is settled about the layer.
+        is_prepared: whether the input is shared by layers and has an amax history.
+    """
+    handles = []
+    for history in owner.histories.values():
+        handles += [history.handle, history.frozen.handle]
+    scales = None
+    if isinstance(local_tensor(weight), StoredFloat8):
+        scales = owner.scales_of_stored()
+    result: Tensor = linear(
+        input,
+        weight,
+        bias,
+        scales,
+        owner.unsharded if owner.is_in_fsdp else None,
+        owner.handle,
+        handles,
+        [*owner.histories],
+        isinstance(weight, torch.nn.Parameter),
+        owner.is_in_fsdp,
+        is_prepared,
+        torch.is_grad_enabled(),
+        settled,
+        context(),
+    )
+    return result
+
+
+@composite_op(
+    "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? unsharded, "
+    "Tensor handle, Tensor[] handles, str[] histories, bool is_parameter, "
+    "bool is_in_fsdp, bool is_prepared, bool training, str settled, str context) -> Tensor",
+)
+def linear(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    unsharded: Tensor | None,
+    handle: Tensor,
+    handles: Sequence[Tensor],
+    histories: Sequence[str],
+    is_parameter: bool,
+    is_in_fsdp: bool,
+    is_prepared: bool,
+    training: bool,
+    settled: str,
+    context: str,
+) -> Tensor:
+    """Operator of :func:`linear_in_graph`.
+
+    Args:
+        scales: the scales of a weight that is stored in float8.
+        handles: for each of the ``histories`` its handle, and that of a frozen weight.
+    """
+    known = _settled[settled]
+    casts: WeightCasts
+    if isinstance(handle, internals.STAND_INS):
+        by_name: dict[str, AmaxHistory] = {}
+        for name, own, frozen in zip(histories, handles[::2], handles[1::2], strict=True):
+            by_name[name] = HistoryInGraph(own, frozen)
+        if is_parameter:
+            internals.mark_as_parameter(weight)
+        casts = _WeightInGraph(known, handle, by_name, is_in_fsdp, unsharded, scales)
+    else:  # a backend runs the graph of dynamo as it is
+        casts = owner_of(handle)
+    spec = LinearSpec(
+        config=known.config,
+        output_placements=known.output_placements,
+        fqn=casts.fqn,
+        histories=casts.histories,
+        weight=casts,
+        training=training,
+        is_prepared=is_prepared,
+        reduce_transport=known.reduce_transport,
+    )
+    return call_linear(input, weight, bias, spec, known.declared)

@@ -1,0 +1,41 @@
+"""A fingerprint of the code that decides what a compiled graph contains."""
+
+import sys
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+from uuid import uuid4
+
+from fp8_dist.scaling.scheme import scheme_classes
+
+_LIBRARY = Path(__file__).resolve().parents[1]
+_PROCESS = uuid4().hex
+
+
+def code_fingerprint() -> str:
+    """The hash of the library's code, and of the modules that define other scaling schemes.
+
+    Processes with the same code have the same fingerprint. A scheme that no file defines, such as
+    one of a notebook, may change, so its process has a fingerprint of its own.
+    """
+    digest = blake2b(_library_code(), digest_size=16)
+    for scheme in scheme_classes():
+        digest.update(_code_of_module(scheme.__module__))
+    return digest.hexdigest()
+
+
+@cache
+def _library_code() -> bytes:
+    digest = blake2b()
+    for path in sorted(_LIBRARY.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+@cache
+def _code_of_module(name: str) -> bytes:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None:
+        return _PROCESS.encode()
+    path = Path(file).resolve()
+    return b"" if path.is_relative_to(_LIBRARY) else path.read_bytes()

@@ -1,0 +1,68 @@
+"""torch's caches of compiled graphs: what a second process finds, and what it must not find."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nets import Net
+from torch._dynamo.utils import counters
+
+from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
+
+RECIPES = ("tensorwise", "rowwise_folded", "mxfp8", "delayed")
+
+
+def trained(recipe: str, unused: int = 0) -> dict[str, Any]:
+    """Two steps of a compiled network: losses, gradients, and what torch's caches counted.
+
+    ``unused``: other float8 layers that are made before, so that handles differ.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    for _ in range(unused):
+        convert_to_float8_training(Net(layers=1), config=config)
+    torch.manual_seed(0)
+    net = convert_to_float8_training(Net(layers=2), config=config)
+    compiled = torch.compile(net, fullgraph=True)
+    values = []
+    for _ in range(2):
+        loss = compiled(torch.randn(2, 8, 64)).square().mean()
+        loss.backward()
+        values += [loss.item(), *(p.grad.double().sum().item() for p in net.parameters())]
+        update_float8_scales(net)
+    kinds = ("autograd_cache_hit", "autograd_cache_miss", "autograd_cache_bypass")
+    return {"values": values, "counted": [counters["aot_autograd"][kind] for kind in kinds]}
+
+
+def in_new_process(cache: Path, seed: int, recipes: tuple[str, ...], unused: int) -> dict[str, Any]:
+    """:func:`trained` for several recipes in a process of its own."""
+    code = (
+        "import json, sys; from test_compiled_cache import trained; "
+        "print(json.dumps({name: trained(name, int(sys.argv[1])) for name in sys.argv[2:]}))"
+    )
+    environment = {
+        **os.environ,
+        "PYTHONHASHSEED": str(seed),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+    }
+    command = [sys.executable, "-c", code, str(unused), *recipes]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.full
+def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
+    first = in_new_process(tmp_path, seed=1, recipes=RECIPES, unused=0)
+    second = in_new_process(tmp_path, seed=2, recipes=RECIPES[::-1], unused=3)
+    for recipe in RECIPES:
+        hits, misses, bypassed = first[recipe]["counted"]
+        assert (hits, bypassed) == (0, 0) and misses > 0, recipe
+        assert second[recipe]["counted"] == [misses, 0, 0], recipe
+        assert second[recipe]["values"] == first[recipe]["values"], recipe
