@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import cache, cached_property, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -38,6 +38,7 @@ with internals.names_of_torch():
     _divided = ["unsharded_grads", "reduce_scatter_group", "reduce_dtype", "gradient_divide_factor"]
     internals.require(FSDPModule, "_get_fsdp_state")
     internals.require(FSDPParam, "_extensions_data _sharded_param_data _unsharded_param")
+    internals.require(FSDPParam, "_sharded_local_tensor")
     internals.require(FSDPParam, "_unsharded_inner_tensors _orig_size")
     _read = [*_announced, *_divided]
     if _renamed := [name for name in _read if name not in _reduction.parameters]:
@@ -119,7 +120,8 @@ def before_fsdp_gathers_others(call: Callable[["FsdpParameter"], None]) -> None:
     @wraps(_unshard)
     def with_call(self: Any, *args: Any, **kwargs: Any) -> None:
         for fsdp_param in () if self.is_unsharded else self.fsdp_params:
-            if hasattr(fsdp_param._sharded_param_data, "plain"):
+            is_wrapper = hasattr(fsdp_param._sharded_param_data, "plain")
+            if is_wrapper and fsdp_param._sharded_local_tensor is not fsdp_param._noted_local:
                 parameter = FsdpParameter(fsdp_param, self)
                 if not parameter.holds_local:
                     call(parameter)
@@ -128,35 +130,37 @@ def before_fsdp_gathers_others(call: Callable[["FsdpParameter"], None]) -> None:
     _fsdp_param_group.FSDPParamGroup.unshard = with_call  # type: ignore[method-assign]
 
 
+_W = TypeVar("_W", bound=torch.Tensor)
+
 # What the hook fsdp_pre_all_gather returns: the inputs of a gather, and metadata.
 GatherInputs = tuple[tuple[torch.Tensor, ...], Any]
 
 
 def hand_over_to_fsdp_gathers(
-    kept_inputs: Callable[[torch.Tensor, nn.Module], GatherInputs | None],
+    wrapper: type[_W], kept_inputs: Callable[[_W, DTensor, nn.Module], GatherInputs | None]
 ) -> None:
     """Let FSDP2 take the inputs of a gather from a function, where it returns any.
 
     FSDP2 inspects the signature of its hook in each gather, which takes longer than the function.
 
     Args:
-        kept_inputs: gets the local tensor of a sharded parameter, and the module that the hook
-            would get. ``None``: FSDP2 asks the hook, if the local tensor has one.
+        wrapper: the type of local tensors for which the function is called.
+        kept_inputs: gets the local tensor, the sharded parameter, and the module that the hook
+            would get. ``None``: FSDP2 asks the hook.
     """
 
     @wraps(_all_gather_inputs)
     def all_gather_inputs(self: Any) -> list[torch.Tensor]:
+        local, handed_over = self._sharded_local_tensor, None
         is_sharded = self.sharded_state is ShardedState.SHARDED
-        if not is_sharded or self.offload_to_cpu:
-            return _all_gather_inputs(self)
-        local = internals.dtensor_local(self.sharded_param)
-        handed_over = kept_inputs(local, self._module_info.module)
+        if is_sharded and isinstance(local, wrapper) and not self.offload_to_cpu:
+            handed_over = kept_inputs(local, self.sharded_param, self._module_info.module)
         if handed_over is None:
             return _all_gather_inputs(self)
         inputs, metadata = handed_over
         self._extensions_data.all_gather_metadata = metadata
-        self._extensions_data.all_gather_input_sizes = [x.size() for x in inputs]
-        return [x.view(-1) for x in inputs]
+        self._extensions_data.all_gather_input_sizes = [*map(torch.Tensor.size, inputs)]
+        return [*map(torch.Tensor.ravel, inputs)]
 
     FSDPParam.all_gather_inputs = property(all_gather_inputs)  # type: ignore[assignment]
 
@@ -220,18 +224,15 @@ class FsdpParameter:
 
     def note_local(self) -> None:
         """Remember the local tensor, which other code may replace."""
-        self.own._noted_local = internals.dtensor_local(self.sharded)
+        self.own._noted_local = self.own._sharded_local_tensor
 
     @property
     def holds_local(self) -> bool:
-        """Whether FSDP2 gathers the local tensor.
+        """Whether FSDP2 gathers a local tensor that is not the noted one.
 
         It does so if the local tensor is a wrapper and has got other ``data``.
         """
-        local = internals.dtensor_local(self.sharded)
-        if local is self.own._noted_local:
-            return True
-        tensors = self.own._sharded_param_data, local
+        tensors = self.own._sharded_param_data, self.own._sharded_local_tensor
         held, current = [getattr(tensor, "plain", tensor) for tensor in tensors]
         return internals.storage_address(held) == internals.storage_address(current)
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fp8_dist.device import current_capture
 from fp8_dist.fsdp.gathers import reshard
-from fp8_dist.fsdp.weight import Float8AllGatherWeight, keep_casts
+from fp8_dist.fsdp.weight import Shard, keep_casts, shards_of
 from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, common_groups, local_tensor
@@ -165,8 +165,9 @@ def precompute_weights(module: nn.Module, chosen: dict[str, Float8Weight] | None
     # Unsharded weights still have the values from before the optimizer step.
     fsdp_init_shards(reshard(module, _CALLER))
     _check_sharded(chosen)
-    _store_scales(chosen.values())
-    keep_casts(chosen.values())
+    shards = shards_of(chosen.values())
+    _store_scales(chosen.values(), shards)
+    keep_casts(shards)
     mark_scales_ready(chosen.values())
 
 
@@ -275,48 +276,48 @@ class _Group:
         self.scheme = first.kept.schemes[0]
         self.layout = first.kept.layout
         self.axes = axes
-        # Parameters, which layers may share, with their plans and shards, by id.
-        self.members: dict[int, tuple[Gather, Tensor, Float8AllGatherWeight]] = {}
+        # By the id of the parameter, which layers may share.
+        self.members: dict[int, Shard] = {}
 
     def measured(self) -> _Measured:
-        flat = self.scheme.measure_flat([shard.plain for *_, shard in self.members.values()])
+        flat = self.scheme.measure_flat([shard.local.plain for shard in self.members.values()])
         return _Measured(self.layout, (self.axes,), [Placed(flat, [len(flat)], [])])
 
     def store(self, flat: Tensor) -> None:
         """Store the reduced statistics."""
         integers = as_integers(flat, message_dtype([flat]))
-        parts = integers.split([plan.scale_count for plan, *_ in self.members.values()])
-        for part, (plan, parameter, shard) in zip(parts, self.members.values(), strict=True):
-            shard.store_packed(plan.kept, part, parameter, PRECOMPUTED)
-            shard.follow_replays()
+        parts = integers.split([shard.plan.scale_count for shard in self.members.values()])
+        for part, (_, parameter, local, plan) in zip(parts, self.members.values(), strict=True):
+            local.store_packed(plan.kept, part, parameter, PRECOMPUTED)
+            local.follow_replays()
 
 
-def _grouped(weights: Iterable[Float8Weight]) -> tuple[list[_Group], dict[Float8Weight, Kept]]:
-    """The weights that can be measured with others, by kind; and the rest."""
+def _grouped(shards: Iterable[Shard]) -> tuple[list[_Group], set[Float8Weight]]:
+    """The shards that can be measured with others, by kind; and their weights."""
     groups: dict[tuple[Any, ...], _Group] = {}
+    weights = set[Float8Weight]()
+    for shard in shards:
+        plan, plain = shard.plan, shard.local.plain
+        axes, mesh = plan.reduced_over, plan.kept.layout.mesh
+        if axes is not None and plain.device.type == mesh.device_type:
+            kind = plan.kept.schemes, mesh, axes, plain.dtype, plain.device
+            if kind not in groups:
+                groups[kind] = _Group(plan, axes)
+            groups[kind].members[id(shard.parameter)] = shard
+            weights.add(shard.weight)
+    return [*groups.values()], weights
+
+
+def _store_scales(weights: Iterable[Float8Weight], shards: Sequence[Shard]) -> None:
+    """Measure weights, and store the statistics that each keeps.
+
+    ``shards``: those of the weights that FSDP2 gathers in float8.
+    """
+    groups, grouped = _grouped(shards)
     alone: dict[Float8Weight, Kept] = {}
     for weight in weights:
-        parameter = weight.master()
-        shard = local_tensor(parameter)
-        if isinstance(shard, Float8AllGatherWeight):
-            plan = weight.gather(parameter)
-            axes = plan.reduced_over
-            mesh = plan.kept.layout.mesh
-            plain = shard.plain
-            if axes is not None and plain.device.type == mesh.device_type:
-                kind = plan.kept.schemes, mesh, axes, plain.dtype, plain.device
-                if kind not in groups:
-                    groups[kind] = _Group(plan, axes)
-                groups[kind].members[id(parameter)] = plan, parameter, shard
-                continue
-        if (kept := weight.kept()) is not None:
+        if weight not in grouped and (kept := weight.kept()) is not None:
             alone[weight] = kept
-    return [*groups.values()], alone
-
-
-def _store_scales(weights: Iterable[Float8Weight]) -> None:
-    """Measure weights, and store the statistics that each keeps."""
-    groups, alone = _grouped(weights)
     of_groups = [group.measured() for group in groups]
     measured = _measure(alone)
     reduced = _reduced([*of_groups, *measured.values()])

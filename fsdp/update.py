@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8_dist.fsdp.gathers import reshard
 from fp8_dist.fsdp.precompute import check_agreement, precompute_weights, warn_of_computed
-from fp8_dist.fsdp.weight import keep_casts
+from fp8_dist.fsdp.weight import keep_casts, shards_of
 from fp8_dist.linear import Float8Linear, float8_layers
 from fp8_dist.mesh import all_reduce_max, common_groups
 from fp8_dist.operand.history import PREPARED_INPUT, AmaxHistory, advance
@@ -118,7 +118,7 @@ def sync_float8_amax_and_scale_history(module: nn.Module) -> None:
     for layer in layers:
         layer.float8_weight.note_model(module)
     weights = [w for layer in layers if (w := layer.float8_weight).is_registered]
-    keep_casts(weight for weight in weights if weight.history is not None)
+    keep_casts(shards_of(weight for weight in weights if weight.history is not None))
     mark_scales_ready(weights)
 
 

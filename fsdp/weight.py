@@ -18,7 +18,7 @@ owns the weight, which FSDP2 passes to them.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +33,11 @@ from fp8_dist.device import current_capture, current_stream, keep_for
 from fp8_dist.kernels.encoding import as_bytes
 from fp8_dist.kernels.scale import amax_of_tensors
 from fp8_dist.mesh import Layout, local_tensor
+from fp8_dist.operand.history import AmaxHistory
 from fp8_dist.operand.observers import Use, is_observed
 from fp8_dist.operand.prepare import cast_by_state, cast_local
 from fp8_dist.operand.state import State
-from fp8_dist.scaling import CastPlan, Quantized, Scales, Scheme
+from fp8_dist.scaling import Quantized, Scales, Scheme
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, warn_once
 from fp8_dist.weight.float8_weight import Float8Weight, Gather
@@ -45,9 +46,9 @@ from fp8_dist.weight.stored import PackedFloat8, Stored
 from fp8_dist.weight.weights import weights_of
 from fp8_dist.weight.wrapper import padded_shard, unpadded
 
-# The metadata of a gather: the plan, the scales of the unsharded weight (except for levels whose
-# scales are gathered), and the weight's size.
-_Metadata = tuple[Gather, Scales, torch.Size]
+# The metadata of a gather: the plan, and the scales of the unsharded weight (except for levels
+# whose scales are gathered).
+_Metadata = tuple[Gather, Scales]
 
 
 class _ShardCast(NamedTuple):
@@ -118,17 +119,22 @@ class Float8AllGatherWeight(KnownWeight):
         of the global weight. For scales of blocks, one of 1 byte per block of the global weight;
         none if shards cut no block.
         """
-        if (handed_over := self.kept_inputs(module)) is not None:
-            return handed_over
         weight = weights_of(module)[self.name_of_weight]
-        local = local_tensor(weight.master())
+        parameter = weight.master()
+        capture = current_capture()
+        if (handed_over := self.kept_inputs(weight, parameter, capture)) is not None:
+            return handed_over
+        local = local_tensor(parameter)
         cache = self
         if isinstance(local, Float8AllGatherWeight) and local.device != self.device:
             cache = local  # with CPU offload, self is a copy
-        stream = self._await_scales(weight, current_capture())
+        stream = self._await_scales(weight, capture)
         use = Use((weight,), "weight") if is_observed() else None
-        cast = _cast_shard(self.plain, weight, weight.gather_state(cache), use)
-        _note_amax(weight, cast)
+        gather = weight.gather(parameter)
+        state = weight.gather_state(cache, parameter, gather.kept)
+        cast = _cast_shard(self.plain, gather, state, use)
+        if weight.history is not None:
+            _note_amax(weight.history, cast)
         if stream is not None:
             # The next update or sync may drop tensors while this stream still reads them.
             read = [cache.known, *cast.metadata[1]]
@@ -138,19 +144,29 @@ class Float8AllGatherWeight(KnownWeight):
                 keep_for(stream, tensor)
         return cast.inputs, cast.metadata
 
-    def kept_inputs(self, module: nn.Module) -> tuple[tuple[torch.Tensor, ...], _Metadata] | None:
-        """The result of :meth:`fsdp_pre_all_gather`, if a kept cast is current; else None."""
-        if self.kept_cast is None:
+    def kept_inputs(
+        self, weight: Float8Weight, parameter: torch.Tensor, capture: int
+    ) -> tuple[tuple[torch.Tensor, ...], _Metadata] | None:
+        """The result of :meth:`fsdp_pre_all_gather`, if a kept cast is of the current values and
+        scales, and nothing looks at casts; else None. A cast of others is dropped.
+
+        ``parameter``: the sharded parameter.
+        """
+        kept, history = self.kept_cast, weight.history
+        if kept is None or is_observed() or not internals.can_skip_dispatch(self.plain):
             return None
-        weight = weights_of(module)[self.name_of_weight]
-        capture = current_capture()
-        if not self._is_current(self.kept_cast, weight, capture):
+        has_changed = history is not None and history.statistic is not kept.statistic
+        plan = weight.gather(parameter)
+        if has_changed or self.state_of_cast(parameter, plan, capture) != kept.state:
+            _wait_for_readers(kept, capture, set())
+            self.kept_cast = None
             return None
-        cast = self.kept_cast.cast
+        cast = kept.cast
         stream = self._await_scales(weight, capture)
         if stream is not None:
-            self.kept_cast.readers.add((stream, capture))
-        _note_amax(weight, cast)
+            kept.readers.add((stream, capture))
+        if history is not None:
+            _note_amax(history, cast)
         return cast.inputs, cast.metadata
 
     def _await_scales(self, weight: Float8Weight, capture: int) -> torch.cuda.Stream | None:
@@ -163,27 +179,12 @@ class Float8AllGatherWeight(KnownWeight):
             weight.scales_ready.wait(stream, capture)
         return stream
 
-    def _is_current(self, kept: _KeptCast, weight: Float8Weight, capture: int) -> bool:
-        """Whether a kept cast is of the current values and scales, and nothing looks at casts.
+    def state_of_cast(self, parameter: torch.Tensor, plan: Gather, capture: int) -> tuple[Any, ...]:
+        """Return the facts that a kept cast depends on, to compare.
 
-        It is dropped if it is of others.
+        The plan is another object if the layout or the config has changed.
         """
-        if not _is_unobserved(self.plain):
-            return False
-        history = weight.history
-        has_changed = history is not None and history.statistic is not kept.statistic
-        if has_changed or self.state_of_cast(weight, capture) != kept.state:
-            _wait_for_readers(kept, capture, set())
-            self.kept_cast = None
-            return False
-        return True
-
-    def state_of_cast(self, weight: Float8Weight, capture: int) -> tuple[Any, ...]:
-        """Return the facts that a kept cast depends on, to compare."""
-        parameter = weight.master()
         versions = internals.version_of(self.plain), internals.version_of(parameter)
-        # The plan is another object if the layout or the config has changed.
-        plan = weight.gather(parameter)
         return int(self.valid), *versions, parameter.requires_grad, plan, capture
 
     def fsdp_post_all_gather(
@@ -195,88 +196,117 @@ class Float8AllGatherWeight(KnownWeight):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Return the unsharded weight for FSDP2, on the storage of the gathered bytes."""
+        data, *arrived = all_gather_outputs
+        gather, scales = metadata
         # FSDP2 keeps the weight with its buffers. They are inference tensors if the first gather
         # was in inference mode, and a normal tensor can't be on top of them.
-        is_inference = all_gather_outputs[0].is_inference()
+        is_inference = data.is_inference()
         with torch.inference_mode(is_inference), torch.no_grad():
-            return self._unsharded(all_gather_outputs, metadata, param_dtype, out)
-
-    def _unsharded(
-        self,
-        all_gather_outputs: tuple[torch.Tensor, ...],
-        metadata: _Metadata,
-        param_dtype: torch.dtype,
-        out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        data, *arrived = all_gather_outputs
-        gather, known, size = metadata
-        (scheme,) = gather.kept.schemes
-        is_packed = gather.plan.packed
-        scales = list(known)
-        for i, scale in zip(gather.moving, arrived, strict=True):
-            shape = scheme.levels[i].shape(size, scheme.start(gather.arrives))
-            scales[i] = scale.view(scheme.levels[i].scale).reshape(shape)
-        if out is not None:
+            if arrived:
+                scales = _with_arrived(scales, arrived, gather)
+            if out is None:
+                return _unsharded(data, scales, gather, param_dtype)
             # FSDP2 refilled the same storage. The scales are new; packed data is unpacked again.
             unsharded = local_tensor(out)
             assert isinstance(unsharded, Float8Tensor), type(unsharded)
-            unsharded.set_scales(tuple(scales))
-            if is_packed:
-                _unpack(data, unsharded.qdata, scheme)
+            unsharded.set_scales(scales)
+            if gather.plan.packed:
+                _unpack(data, unsharded.qdata, gather.kept.schemes[0])
             return None
-        # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
-        # tensors that this method returns. The output is padded, and its shape is not the weight's
-        # if a dim other than the first is sharded.
-        if is_packed:
-            qdata = torch.empty(size, dtype=scheme.dtype, device=data.device)
-            _unpack(data, qdata, scheme)
-        else:
-            qdata = unpadded(data, scheme.dtype, size)
-        start = scheme.start(gather.arrives)
-        splits_blocks = scheme.splits_blocks(gather.arrives)
-        weight = Quantized(qdata, tuple(scales), scheme, start, splits_blocks)
-        return Float8Tensor.of(weight, param_dtype), (qdata,) if is_packed else ()
+
+
+class Shard(NamedTuple):
+    """A weight that FSDP2 gathers in float8, as an update measures and casts it.
+
+    Attributes:
+        weight: the weight.
+        parameter, local: its sharded parameter, and the local tensor of that.
+        plan: the plan of its gather.
+    """
+
+    weight: Float8Weight
+    parameter: torch.Tensor
+    local: Float8AllGatherWeight
+    plan: Gather
+
+
+def shards_of(weights: Iterable[Float8Weight]) -> list[Shard]:
+    """The shards of the weights that FSDP2 gathers in float8."""
+    shards = []
+    for weight in weights:
+        parameter = weight.master()
+        local = local_tensor(parameter)
+        if isinstance(local, Float8AllGatherWeight):
+            shards.append(Shard(weight, parameter, local, weight.gather(parameter)))
+    return shards
+
+
+def _with_arrived(known: Scales, arrived: Sequence[torch.Tensor], gather: Gather) -> Scales:
+    """The scales of the unsharded weight: known ones, and those that were gathered."""
+    (scheme,) = gather.kept.schemes
+    scales = list(known)
+    for i, scale in zip(gather.moving, arrived, strict=True):
+        shape = scheme.levels[i].shape(gather.size, scheme.start(gather.arrives))
+        scales[i] = scale.view(scheme.levels[i].scale).reshape(shape)
+    return tuple(scales)
+
+
+def _unsharded(
+    data: torch.Tensor, scales: Scales, gather: Gather, dtype: torch.dtype
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The unsharded weight on the storage of gathered bytes, and its inner tensors."""
+    # FSDP2 itself allocates and frees the storage of its all-gather outputs, and of the inner
+    # tensors that this function returns. The output is padded, and its shape is not the weight's
+    # if a dim other than the first is sharded.
+    (scheme,) = gather.kept.schemes
+    is_packed = gather.plan.packed
+    if is_packed:
+        qdata = torch.empty(gather.size, dtype=scheme.dtype, device=data.device)
+        _unpack(data, qdata, scheme)
+    else:
+        qdata = unpadded(data, scheme.dtype, gather.size)
+    start = scheme.start(gather.arrives)
+    splits_blocks = scheme.splits_blocks(gather.arrives)
+    weight = Quantized(qdata, scales, scheme, start, splits_blocks)
+    return Float8Tensor.of(weight, dtype), (qdata,) if is_packed else ()
 
 
 def _cast_shard(
-    shard: torch.Tensor, weight: Float8Weight, state: State, use: Use | None = None
+    shard: torch.Tensor, gather: Gather, state: State, use: Use | None = None
 ) -> _ShardCast:
     """Cast a shard for FSDP2's gather.
 
     Args:
         shard: the plain shard, which with CPU offload is a copy.
-        state: what decides its statistics.
+        gather: the plan of the gather.
+        state: what decides the statistics of the shard.
         use: see :func:`fp8_dist.operand.prepare.cast_local`.
 
     Collectives: those of :meth:`State.statistics`. If scales of the whole weight are needed and
     not cached, those of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
-    assert weight.fsdp is not None
-    gather, shard = weight.gather(), shard.detach()
-    plan = gather.plan.on(gather.kept.layout)
-    scales: Scales = ()
-    (scheme,), layout, whole = gather.kept.schemes, gather.kept.layout, gather.kept.whole
+    kept, plan, shard = gather.kept, gather.plan, shard.detach()
     with internals.normal_tensors():
-        if whole:
-            (statistics,) = state.statistics(shard, plan)
+        if kept.whole:
+            (scheme,), (statistics,) = kept.schemes, state.statistics(shard, plan)
             parts = scheme.local_part(scheme.scales_from(statistics), gather.arrives)
             scales = tuple([scale.to(shard.device) for scale in parts])
-            own = scheme.local_part(statistics, layout)
+            own = scheme.local_part(statistics, kept.layout)
             (cast,), amax = cast_local(shard, plan, [own], use)
         else:
             (cast,), amax = cast_by_state(shard, plan, state, use)
-        size, ranks = weight.fsdp.size, weight.fsdp.mesh.size()
-        data = padded_shard(as_bytes(cast.qdata), size, ranks)
+            scales = cast.scales
+        data = padded_shard(as_bytes(cast.qdata), gather.padded[0])
         # The bytes are a view of float8 data again, which tells an audit the payload's dtype.
-        data = as_bytes(data.view(cast.qdata.dtype))
-        moving = [cast.scales[i] for i in gather.moving]
-        carried = [as_bytes(scale.contiguous().reshape(-1)) for scale in moving]
+        inputs = [data.view(cast.qdata.dtype).view(torch.uint8)]
+        for i in gather.moving:
+            inputs.append(as_bytes(cast.scales[i].contiguous().reshape(-1)))
     # The metadata must not refer to the cast, whose memory it would keep.
-    return _ShardCast((data, *carried), (gather, scales or cast.scales, size), amax)
+    return _ShardCast(tuple(inputs), (gather, scales), amax)
 
 
 @internals.normal_tensors()
-def keep_casts(weights: Iterable[Float8Weight]) -> None:
+def keep_casts(shards: Sequence[Shard]) -> None:
     """Cast the shards that FSDP2 gathers in float8, for the gathers until the next update.
 
     Note [Kept casts]
@@ -295,64 +325,52 @@ def keep_casts(weights: Iterable[Float8Weight]) -> None:
     for the streams that read the memory; ``record_stream`` would hold the memory back while the
     host is ahead.
     """
-    shards = [*_shards_of(weights)]
     capture = current_capture()
-    _drop_casts([shard for _, _, shard in shards], capture)  # the next casts take their memory
-    together: dict[Any, list[_Shard]] = {}
-    alone: list[_Shard] = []
-    for weight, parameter, shard in shards:
-        gather = weight.gather(parameter)
-        if not _can_keep(shard, weight, gather):
-            continue
-        if gather.is_cast_with_others:
-            kind = gather.plan, weight.history is not None, shard.plain.dtype, shard.plain.device
-            together.setdefault(kind, []).append((weight, parameter, shard))
+    _drop_casts(shards, capture)  # the next casts take their memory
+    if is_observed():
+        return
+    together: dict[Any, list[Shard]] = {}
+    alone: list[Shard] = []
+    for shard in filter(_can_keep, shards):
+        weight, _, local, plan = shard
+        if plan.is_cast_with_others:
+            of_one_cast = plan.kept.schemes, plan.plan.packed
+            kind = of_one_cast, weight.history is not None, local.plain.dtype, local.plain.device
+            together.setdefault(kind, []).append(shard)
         else:
-            alone.append((weight, parameter, shard))
-    for (plan, has_history, *_), group in together.items():
-        _keep(group, _cast_together(plan, has_history, group), capture)
-    for weight, parameter, shard in alone:
-        cast = _cast_shard(shard.plain, weight, weight.gather_state(shard))
-        _keep([(weight, parameter, shard)], [cast], capture)
+            alone.append(shard)
+    for group in together.values():
+        _keep(group, _cast_together(group), capture)
+    for shard in alone:
+        weight, parameter, local, plan = shard
+        state = weight.gather_state(local, parameter, plan.kept)
+        _keep([shard], [_cast_shard(local.plain, plan, state)], capture)
 
 
-# A weight, its sharded parameter, and the parameter's local tensor.
-_Shard = tuple[Float8Weight, torch.Tensor, Float8AllGatherWeight]
-
-
-def _shards_of(weights: Iterable[Float8Weight]) -> Iterator[_Shard]:
-    """The weights that FSDP2 gathers in float8."""
-    for weight in weights:
-        parameter = weight.master()
-        shard = local_tensor(parameter)
-        if isinstance(shard, Float8AllGatherWeight):
-            yield weight, parameter, shard
-
-
-def _keep(group: Sequence[_Shard], casts: Sequence[_ShardCast], capture: int) -> None:
+def _keep(group: Sequence[Shard], casts: Sequence[_ShardCast], capture: int) -> None:
     """Keep casts that were made together for later gathers."""
-    stream = current_stream(group[0][2].plain.device)
+    stream = current_stream(group[0].local.device)
     readers: set[tuple[torch.cuda.Stream, int]] = set()
-    for (weight, _, shard), cast in zip(group, casts, strict=True):
+    for (weight, parameter, local, plan), cast in zip(group, casts, strict=True):
         statistic = None
         if weight.history is not None:
             statistic = weight.history.statistic
-            shard.note_writes()
-        state = shard.state_of_cast(weight, capture)
-        shard.kept_cast = _KeptCast(cast, state, statistic, stream, readers)
+            local.note_writes()
+        state = local.state_of_cast(parameter, plan, capture)
+        local.kept_cast = _KeptCast(cast, state, statistic, stream, readers)
 
 
-def _drop_casts(shards: Iterable[Float8AllGatherWeight], capture: int) -> None:
+def _drop_casts(shards: Iterable[Shard], capture: int) -> None:
     """Drop the kept casts of shards, and free their memory for the next ones."""
     waiting: set[torch.cuda.Stream] = set()
     seen: set[int] = set()
     for shard in shards:
-        kept = shard.kept_cast
+        kept = shard.local.kept_cast
         if kept is not None and id(kept.readers) not in seen:
             seen.add(id(kept.readers))
             _wait_for_readers(kept, capture, waiting)
     for shard in shards:
-        shard.kept_cast = None
+        shard.local.kept_cast = None
 
 
 def _wait_for_readers(kept: _KeptCast, capture: int, waiting: set[torch.cuda.Stream]) -> None:
@@ -377,59 +395,49 @@ def _wait_for_readers(kept: _KeptCast, capture: int, waiting: set[torch.cuda.Str
             waiting.add(stream)
 
 
-def _note_amax(weight: Float8Weight, cast: _ShardCast) -> None:
+def _note_amax(history: AmaxHistory, cast: _ShardCast) -> None:
     """Let the weight's history record the amax of a gathered cast."""
-    if weight.history is not None:
-        weight.history.last = cast.amax
-        weight.history.restored = False
+    history.last = cast.amax
+    history.restored = False
 
 
-def _can_keep(shard: Float8AllGatherWeight, weight: Float8Weight, gather: Gather) -> bool:
+def _can_keep(shard: Shard) -> bool:
     """Whether gathers may use a cast of now."""
-    assert weight.fsdp is not None
-    history = weight.history
-    is_known = history is None or (history.statistic is not None and weight.master().requires_grad)
-    is_asked = weight.fsdp.module is weight.module  # FSDP2 passes this one to the hook
-    is_used = weight.config.keep_fsdp_float8_cast
-    is_on_device = shard.plain.device.type == gather.kept.layout.mesh.device_type
-    return is_known and is_asked and is_used and is_on_device and _is_unobserved(shard.plain)
+    history, plain = shard.weight.history, shard.local.plain
+    is_known = history is None or (history.statistic is not None and shard.parameter.requires_grad)
+    is_on_device = plain.device.type == shard.plan.kept.layout.mesh.device_type
+    is_kept = shard.plan.keeps_casts and is_on_device
+    return is_known and is_kept and internals.can_skip_dispatch(plain)
 
 
-def _cast_together(plan: CastPlan, has_history: bool, group: Sequence[_Shard]) -> list[_ShardCast]:
-    """:func:`_cast_shard` of shards of one dtype whose statistics are known, in one launch."""
-    (scheme,) = plan.schemes
-    shards = [shard.plain.detach() for _, _, shard in group]
+def _cast_together(group: Sequence[Shard]) -> list[_ShardCast]:
+    """:func:`_cast_shard` of shards of one kind whose statistics are known, in one launch."""
+    first, plans = group[0].plan, [shard.plan for shard in group]
+    (scheme,) = first.kept.schemes
+    shards = [shard.local.plain.detach() for shard in group]
     amaxes: Sequence[torch.Tensor | None] = [None] * len(group)
-    if has_history:
-        of_histories = [h.statistic for weight, *_ in group if (h := weight.history) is not None]
+    if group[0].weight.history is not None:
+        of_histories = [h.statistic for w, *_ in group if (h := w.history) is not None]
         known = torch.stack([statistic for statistic in of_histories if statistic is not None])
         measured = amax_of_tensors(shards[0], shards[1:])
         # NaN if the amax is not finite, as in cast_and_measure: other ranks see the data alone.
         known = torch.add(known, measured, alpha=0)
         amaxes = measured.unbind()
     else:
-        known = torch.cat([shard.known for _, _, shard in group])
+        known = torch.cat([shard.local.known for shard in group])
         known = known.view(scheme.levels[0].statistic)
-    gathers = [weight.gather(parameter) for weight, parameter, _ in group]
-    lengths = [math.prod(gather.padded) for gather in gathers]
-    data, flat_scales = scheme.cast_each(shards, known, lengths, plan.packed)
+    lengths = [math.prod(plan.padded) for plan in plans]
+    data, flat_scales = scheme.cast_each(shards, known, lengths, first.plan.packed)
     all_data = data.split(lengths)
-    all_scales = flat_scales.split([gather.scale_count for gather in gathers])
+    all_scales = flat_scales.split([plan.scale_count for plan in plans])
     casts = []
-    for i, gather in enumerate(gathers):
-        fsdp = group[i][0].fsdp
-        assert fsdp is not None
-        inputs = [all_data[i].view(gather.padded)]
-        if gather.moving:
+    for i, plan in enumerate(plans):
+        inputs = [all_data[i].view(plan.padded)]
+        if plan.moving:
             inputs.append(as_bytes(all_scales[i]))
-        scales = (all_scales[i].view(gather.scale_shape),)
-        casts.append(_ShardCast(tuple(inputs), (gather, scales, fsdp.size), amaxes[i]))
+        scales = (all_scales[i].view(plan.scale_shape),)
+        casts.append(_ShardCast(tuple(inputs), (plan, scales), amaxes[i]))
     return casts
-
-
-def _is_unobserved(shard: torch.Tensor) -> bool:
-    """Whether a cast may be left out, because nothing looks at it or records it."""
-    return internals.can_skip_dispatch(shard) and not is_observed()
 
 
 def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
@@ -441,12 +449,15 @@ def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     data.untyped_storage().resize_(0)
 
 
-def _kept_inputs(local: torch.Tensor, module: nn.Module) -> fsdp_internals.GatherInputs | None:
+def _kept_inputs(
+    local: Float8AllGatherWeight, parameter: torch.Tensor, module: nn.Module
+) -> fsdp_internals.GatherInputs | None:
     """The inputs of the gather of a weight whose kept cast is current."""
-    return local.kept_inputs(module) if isinstance(local, Float8AllGatherWeight) else None
+    weight = weights_of(module)[local.name_of_weight]
+    return local.kept_inputs(weight, parameter, current_capture())
 
 
-fsdp_internals.hand_over_to_fsdp_gathers(_kept_inputs)
+fsdp_internals.hand_over_to_fsdp_gathers(Float8AllGatherWeight, _kept_inputs)
 
 
 @internals.normal_tensors()

@@ -94,6 +94,7 @@ class _WeightInGraph(WeightCasts):
         assert unsharded is None or isinstance(unsharded, KnownWeight)
         self.config, self._declared = settled.config, settled.declared
         self.handle, self.histories = handle, histories
+        self.history = histories.get("weight")
         self.unsharded, self._scales = unsharded, scales
         self._is_in_fsdp = is_in_fsdp
 

@@ -60,7 +60,7 @@ def cast_local(
             # One scheme at a time, so that a graph that needs only one copy does not repeat the
             # reduction of the other.
             return _cast_each(x, plan, use), None
-        statistics = measured(x, plan.schemes, plan.layout)
+        statistics = measured(x, plan)
     if torch.compiler.is_compiling():
         found = cast_in_graph(x, plan, statistics, saturate, measures, depends_on)
     else:

@@ -25,37 +25,26 @@ import torch
 from torch import Tensor
 
 from fp8_dist.kernels.custom_op import CustomOp
-from fp8_dist.mesh import Layout
-from fp8_dist.scaling import (
-    CastPlan,
-    Scheme,
-    Statistics,
-    common_start,
-    operators,
-    reduction,
-    scheme_named,
-)
+from fp8_dist.scaling import CastPlan, Scheme, Statistics, operators, reduction, scheme_named
 from fp8_dist.torch_internals import OpOverload, is_selectively_checkpointed, normal_tensors
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def measured(
-    x: Tensor, schemes: Sequence[Scheme], layout: Layout | None, whole: bool = False
-) -> list[Statistics]:
-    """Measure a local tensor for each scheme; ``whole``: for all of the global tensor.
+def measured(x: Tensor, plan: CastPlan, whole: bool = False) -> list[Statistics]:
+    """Measure a local tensor for each scheme of a plan; ``whole``: for all of the global tensor.
 
     Collectives: those of :func:`fp8_dist.scaling.reduction.reduced_statistics`, for each scheme;
     or of :func:`fp8_dist.scaling.reduction.global_statistics`.
     """
-    local = operators.measure(x, schemes, common_start(schemes, layout))
-    pairs = zip(schemes, local, strict=True)
+    local = operators.measure(x, plan.schemes, plan.start)
+    pairs = zip(plan.schemes, local, strict=True)
     if whole:
-        return reduction.global_statistics([(*pair, layout) for pair in pairs])
+        return reduction.global_statistics([(*pair, plan.layout) for pair in pairs])
     statistics = []
     for scheme, own in pairs:
-        statistics.append(reduction.reduced_statistics(scheme, own, layout))
+        statistics.append(reduction.reduced_statistics(scheme, own, plan.layout))
     return statistics
 
 

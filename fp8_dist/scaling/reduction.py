@@ -68,7 +68,10 @@ class Placed(NamedTuple):
 
 def message_dtype(statistics: Sequence[Tensor]) -> torch.dtype:
     """The dtype in which statistics are reduced together: uint8 if all of them are, else int32."""
-    return torch.uint8 if all(s.dtype is torch.uint8 for s in statistics) else torch.int32
+    for statistic in statistics:
+        if statistic.dtype is not torch.uint8:
+            return torch.int32
+    return torch.uint8
 
 
 def as_integers(statistics: Tensor, dtype: torch.dtype) -> Tensor:
@@ -166,11 +169,12 @@ def _reduced_axes(scheme: Scheme, layout: Layout) -> tuple[tuple[int, ...], tupl
     return tuple(sorted(over)), tuple(replicated)
 
 
-def packed(by_scheme: Sequence[Statistics]) -> list[Tensor]:
+def packed(by_scheme: Sequence[Statistics]) -> Tensor:
     """The statistics of several schemes as integers of one dtype, 1-D; see :func:`unpacked`."""
     flat = [statistic for statistics in by_scheme for statistic in statistics]
     dtype = message_dtype(flat)
-    return [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
+    parts = [as_integers(statistic, dtype).reshape(-1) for statistic in flat]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def unpacked(

@@ -69,6 +69,7 @@ class WeightCasts:
         fqn, name, scales_name: the names of the module, of the parameter, and of the parameter that
             has the scales of a stored weight.
         histories: the amax histories of the layer's DELAYED operands.
+        history: the one of the weight, if its scale is DELAYED.
         handle: identifies the weight in operators (:mod:`fp8_dist.operand.state`).
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
             statistics are cached.
@@ -79,6 +80,7 @@ class WeightCasts:
     name: str
     scales_name: str
     histories: Mapping[str, AmaxHistory]
+    history: AmaxHistory | None
     handle: torch.Tensor
     unsharded: KnownWeight | None
 
@@ -158,11 +160,6 @@ class WeightCasts:
         """The schemes of the weight, in the order of its GEMMs."""
         return self.config.recipe.schemes["weight"]
 
-    @property
-    def history(self) -> AmaxHistory | None:
-        """The amax history, if the scale is DELAYED."""
-        return self.histories.get("weight")
-
     def plan(self, gemms: tuple[Gemm, ...], device: torch.device) -> CastPlan:
         """Return the plan of the casts for both GEMMs of the weight, or for one of them."""
         return self.config.recipe.plan("weight", gemms, device)
@@ -188,7 +185,8 @@ class WeightCasts:
             return WeightOperands()
         local = local_tensor(parameter)
         if isinstance(local, Float8Tensor):  # FSDP2 gathered it
-            _check_gathered(schemes, local, self.fqn)
+            if len(schemes) > 1 or schemes[0].key != local.key:
+                raise ValueError(_gathered_otherwise(schemes, local, self.fqn))
             gathered = quantized_as(local, schemes[0])
             return WeightOperands(gathered, gathered)
         if isinstance(local, StoredFloat8):
@@ -250,10 +248,11 @@ class WeightCasts:
         """
         layout, device = self.layout(parameter), values.device
         state, plan = self.state(parameter, layout), self.plan(_GEMMS[:1], device).on(layout)
+        of_both = CastPlan(self.schemes).on(layout)
         if state is None:
-            statistics: Sequence[Statistics] = measured(values, self.schemes, layout)
+            statistics: Sequence[Statistics] = measured(values, of_both)
         else:
-            statistics = state.statistics(values, CastPlan(self.schemes).on(layout))
+            statistics = state.statistics(values, of_both)
         known = dict(zip(self.schemes, statistics, strict=True))
         measures = state is not None and state.amax_from == "cast"
         uncast = None
@@ -303,12 +302,11 @@ class WeightCasts:
         return self.known(weight.check(parameter), layout)
 
 
-def _check_gathered(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> None:
-    """Raise ValueError if FSDP2 gathered a shared weight as another layer's config casts it."""
-    if len(schemes) > 1 or schemes[0].key != weight.key:
-        wanted = " and ".join([scheme.described for scheme in schemes])
-        raise ValueError(
-            f"{fqn}: FSDP2 gathered the weight as {weight.scheme.described} for another layer that "
-            f"shares it, but this layer takes {wanted}; convert layers that share a weight with "
-            "one config"
-        )
+def _gathered_otherwise(schemes: Sequence[Scheme], weight: Float8Tensor, fqn: str) -> str:
+    """The error if FSDP2 gathered a shared weight as another layer's config casts it."""
+    wanted = " and ".join([scheme.described for scheme in schemes])
+    return (
+        f"{fqn}: FSDP2 gathered the weight as {weight.scheme.described} for another layer that "
+        f"shares it, but this layer takes {wanted}; convert layers that share a weight with one "
+        "config"
+    )

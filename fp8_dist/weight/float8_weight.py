@@ -53,10 +53,13 @@ class Gather:
 
     Attributes:
         kept: which statistics are cached. (Those of DELAYED scales are in the history.)
-        plan: the cast of the shard. It is packed where the gather carries packed data.
+        plan: the cast of the shard, on its layout. It is packed where the gather carries packed
+            data.
         arrives: the layout of the unsharded parameter.
         moving: the levels whose scales the gather carries.
+        size: the size of the local part of the unsharded parameter.
         padded: the size of the data in the gather; empty if FSDP2 does not manage the weight.
+        keeps_casts: whether an update keeps the cast, which the layer that FSDP2 asks takes.
         is_cast_with_others: whether one launch can cast the shard with others of this cast.
         scale_shape, scale_count: if so, the shape of the statistics and scales of the shard, and
             their number.
@@ -68,7 +71,9 @@ class Gather:
     plan: CastPlan
     arrives: Layout
     moving: tuple[int, ...]
+    size: torch.Size
     padded: tuple[int, ...]
+    keeps_casts: bool
     is_cast_with_others: bool
     scale_shape: tuple[int, ...]
     scale_count: int
@@ -79,28 +84,33 @@ class Gather:
         schemes: tuple[Scheme, ...],
         layout: Layout,
         arrives: Layout,
-        shape: torch.Size,
-        padded: tuple[int, ...],
+        shard: torch.Tensor,
+        fsdp: fsdp_internals.FsdpParameter | None,
+        keeps_casts: bool,
     ) -> "Gather":
         """Plan the gather of a parameter from one layout to another.
 
         Args:
-            shape: the shape of this rank's shard.
-            padded: the size of the shards of all ranks, without packing.
+            shard: this rank's shard.
+            fsdp: FSDP2's object for the parameter.
         """
         (scheme,) = schemes
         moving = scheme.moving_levels(layout, arrives)
         whole = bool(moving) and not scheme.scales_fit_gather(layout, arrives)
         kept = Kept(schemes, layout, whole)
-        plan = CastPlan(schemes, packed=scheme.packs(layout, arrives))
-        if plan.packed and padded:
-            padded = (*padded[:-1], padded[-1] // 2)
+        plan = CastPlan(schemes, packed=scheme.packs(layout, arrives)).on(layout)
+        size, padded = shard.shape, tuple[int, ...]()
+        if fsdp is not None:
+            size = fsdp.size
+            padded = padded_size(shard, size, fsdp.mesh.size())
+            if plan.packed:
+                padded = (*padded[:-1], padded[-1] // 2)
         begins_at_block = not any(kept.start())
         is_cast_with_others = scheme.casts_each and not whole and begins_at_block
         scale_shape: tuple[int, ...] = ()
         reduced_over = None
         if is_cast_with_others:
-            scale_shape = tuple(scheme.levels[0].shape(shape))
+            scale_shape = tuple(scheme.levels[0].shape(shard.shape))
             (axes,) = scheme.axes(layout)
             # Other statistics that ranks share have to be placed among those of the whole weight.
             if scheme.levels[0].is_scalar or not axes:
@@ -110,7 +120,9 @@ class Gather:
             plan=plan,
             arrives=arrives,
             moving=() if whole else moving,
+            size=size,
             padded=padded,
+            keeps_casts=keeps_casts,
             is_cast_with_others=is_cast_with_others,
             scale_shape=scale_shape,
             scale_count=math.prod(scale_shape),
@@ -148,6 +160,7 @@ class Float8Weight(WeightCasts):
         config: the config of the layer.
         name, fqn: the name of the parameter in the module, and the name of the module.
         histories: the amax histories of the layer's DELAYED operands.
+        history: the one of the weight, if its scale is DELAYED.
         scales_name: the name of the parameter that has the scales of a stored weight.
         handle: identifies this object in operators (:mod:`fp8_dist.operand.state`).
         is_compared: whether the layer was compared between ranks (``agreement``).
@@ -169,6 +182,7 @@ class Float8Weight(WeightCasts):
         self.config, self.fqn = config, fqn
         self.name, self.scales_name = name, f"{name}_scale_inv"
         self.histories = {} if histories is None else histories
+        self.history = self.histories.get("weight")
         self.handle = register_handle(self)
         self.is_compared = False
         self.fsdp: fsdp_internals.FsdpParameter | None = None
@@ -377,14 +391,19 @@ class Float8Weight(WeightCasts):
                 weight, kept = sharded.check(self.master()), sharded_kept
         return Known(self, weight, kept)
 
-    def gather_state(self, weight: KnownWeight) -> State:
-        """The state that decides the statistics of FSDP2's gather, given the sharded tensor."""
-        parameter = self.master()
+    def gather_state(self, weight: KnownWeight, parameter: torch.Tensor, kept: Kept) -> State:
+        """The state that decides the statistics of FSDP2's gather.
+
+        Args:
+            weight: the local tensor that has the cache.
+            parameter: the sharded parameter.
+            kept: which statistics are cached.
+        """
         if (history := self.history) is not None:
             state = history if parameter.requires_grad else history.frozen
             state.is_gather = True
             return state
-        return Known(self, weight.check(parameter), self.gather().kept, parameter)
+        return Known(self, weight.check(parameter), kept, parameter)
 
     def look_up(
         self,
@@ -394,17 +413,19 @@ class Float8Weight(WeightCasts):
         cache: Sequence[torch.Tensor],
         is_gather: bool,
     ) -> Sequence[Statistics]:
-        """:meth:`Known.recalled`, called by an operator (Note [Look-ups at run time])."""
+        """:meth:`Known.read`, called by an operator (Note [Look-ups at run time])."""
+        plan = CastPlan(tuple(schemes))
         if is_gather:
-            local = local_tensor(self.master())
+            parameter = self.master()
+            local = local_tensor(parameter)
             weight = local if isinstance(local, KnownWeight) else KnownWeight(x)
-            state = self.gather_state(weight)
+            state = self.gather_state(weight, parameter, self.gather(parameter).kept)
             assert isinstance(state, Known)  # a history has a handle of its own
-            return state.recalled(x, schemes)
+            return state.read(x, plan)
         self.compare("the first forward")
         weight, layout = KnownWeight(x, known=cache[0], valid=cache[1]), self.layout()
         assert layout is not None
-        return self.known(weight, layout).recalled(x, schemes)
+        return self.known(weight, layout).read(x, plan)
 
     def kept(self) -> Kept | None:
         """Which statistics of the sharded parameter precompute and gathers cache; None if none.
@@ -433,7 +454,7 @@ class Float8Weight(WeightCasts):
         if parameter is None:
             parameter = self.master()
         assert isinstance(parameter, DTensor)
-        declared = getattr(self.module, "local_placements", None)
+        declared = getattr(self._module(), "local_placements", None)
         depends_on = internals.dtensor_spec(parameter), declared, self.fsdp, self.config
         # (Comparing layouts would take longer than making the plan.)
         if self._gather is None or any(map(is_not, self._gather[0], depends_on)):
@@ -442,11 +463,14 @@ class Float8Weight(WeightCasts):
             is_stored = isinstance(local_tensor(parameter), StoredFloat8)
             schemes = (self.held_scheme(parameter),) if is_stored else self.schemes
             arrives = self.gathered_layout(layout) or layout
-            shard = self.shard(parameter)
-            padded: tuple[int, ...] = ()
-            if self.fsdp is not None:
-                padded = padded_size(shard, self.fsdp.size, self.fsdp.mesh.size())
-            self._gather = depends_on, Gather.of(schemes, layout, arrives, shard.shape, padded)
+            fsdp, shard = self.fsdp, self.shard(parameter)
+            # FSDP2 passes the first of the modules that share a parameter to the hook.
+            is_asked = fsdp is not None and fsdp.module is self.module
+            keeps_casts = is_asked and self.config.keep_fsdp_float8_cast
+            self._gather = (
+                depends_on,
+                Gather.of(schemes, layout, arrives, shard, fsdp, keeps_casts),
+            )
         return self._gather[1]
 
     def is_exchanged(self, new: torch.Tensor | None) -> bool:

@@ -60,7 +60,7 @@ from fp8_dist.weight.wrapper import MOVES, WrapperParameter
 
 aten = torch.ops.aten
 
-# Sources of statistics.
+# Sources of statistics. Without a fingerprint they are states of no statistics, too.
 EVALUATED = 0  # a forward or gather of an evaluation
 PRECOMPUTED = 1  # precompute
 TRAINED = 2  # a forward or gather of training
@@ -71,11 +71,6 @@ UNKNOWN, STALE, OUTDATED = -1, -2, -3
 AS_SHARDED = 0
 
 _LISTS = (list, tuple)
-
-
-def _valid(source: int, fingerprint: int = 0) -> int:
-    """The value of ``valid`` after statistics were computed; fingerprint 0 if not stored."""
-    return (fingerprint << 2) + source
 
 
 def _is_invalid(valid: Any) -> Any:
@@ -162,29 +157,36 @@ class Known(State):
         self._owner, self._weight, self._kept, self._parameter = owner, weight, kept, parameter
 
     def read(self, x: Tensor, plan: CastPlan) -> list[Statistics]:
-        return self.recalled(x, plan.schemes)
-
-    def recalled(self, x: Tensor, schemes: Sequence[Scheme]) -> list[Statistics]:
         """The statistics that are cached, or measured and perhaps cached now; not in graphs."""
-        weight, kept, owner = self._weight, self._kept, self._owner
+        assert self._kept is not None
+        state = self._weight.state()
+        found = {} if _is_invalid(state) else self._weight.recall(self._kept, x, state)
+        if not found:
+            return self._measured(x, plan, state)
+        if missing := tuple([scheme for scheme in plan.schemes if scheme not in found]):
+            found |= zip(missing, self._measured(x, CastPlan(missing), state), strict=True)
+        return [found[scheme] for scheme in plan.schemes]
+
+    def _measured(self, x: Tensor, plan: CastPlan, state: int) -> list[Statistics]:
+        """Statistics that are not cached; those of a gather are cached now."""
+        weight, kept = self._weight, self._kept
         assert kept is not None
-        found = weight.recall(kept, x)
-        if missing := [scheme for scheme in schemes if scheme not in found]:
-            is_training = owner.module.training
-            trains = is_training and kept.needs_ranks
-            if trains and weight.state() in (STALE, OUTDATED):
-                _warn_of_stale(owner.fqn)
-            if is_training:  # replays of an evaluation write nothing
-                weight.follow_replays()
-            new = measured(x, missing, kept.layout, kept.whole)
-            found |= zip(missing, new, strict=True)
-            if self._parameter is not None:
-                # (Statistics that an evaluation computes after a step also serve the next step.)
-                source = TRAINED if trains or weight.state() == OUTDATED else EVALUATED
-                weight.store(kept, [found[s] for s in kept.schemes], self._parameter, source)
-            elif trains:
-                weight.note_training()
-        return [found[scheme] for scheme in schemes]
+        is_training = self._owner.module.training
+        trains = is_training and kept.needs_ranks
+        if trains and state in (STALE, OUTDATED):
+            _warn_of_stale(self._owner.fqn)
+        if is_training:  # replays of an evaluation write nothing
+            weight.follow_replays()
+        if plan.layout is not kept.layout:  # FSDP2's axes may be missing in that of a forward
+            plan = plan.on(kept.layout)
+        statistics = measured(x, plan, kept.whole)
+        if self._parameter is not None:
+            # (Statistics that an evaluation computes after a step also serve the next step.)
+            source = TRAINED if trains or state == OUTDATED else EVALUATED
+            weight.store(kept, statistics, self._parameter, source)
+        elif trains:
+            weight.note_training()
+        return statistics
 
 
 def _warn_of_stale(fqn: str) -> None:
@@ -240,7 +242,7 @@ class KnownWeight(WrapperParameter):
         """Preallocate the statistics buffer, on whose shape graphs depend."""
         keys = [scheme.key for scheme in kept.schemes]
         statistics = tuple(operators.empty_statistics(self.plain, keys, kept.start()))
-        self.known = torch.cat(reduction.packed([statistics]))
+        self.known = reduction.packed([statistics])
 
     def check(self, parameter: Tensor) -> Self:
         """Drop the statistics if the version of the parameter that holds this tensor changed."""
@@ -249,12 +251,14 @@ class KnownWeight(WrapperParameter):
             self.forget_to_load()
         return self
 
-    def recall(self, kept: Kept, x: Tensor) -> dict[Scheme, Statistics]:
+    def recall(self, kept: Kept, x: Tensor, state: int) -> dict[Scheme, Statistics]:
         """Return the cached statistics of the current values, by scheme; not in graphs.
 
-        ``x``: the values, perhaps on another device. The result is on the device of ``x``.
+        Args:
+            x: the values, perhaps on another device. The result is on the device of ``x``.
+            state: the :meth:`state`.
         """
-        if self.state() >> 2 != self._fingerprint(kept):
+        if state >> 2 != self._fingerprint(kept):
             return {}
         return kept.unpack(self.known.to(x.device), x.shape)
 
@@ -272,26 +276,23 @@ class KnownWeight(WrapperParameter):
             parameter: the parameter that holds this tensor.
             source: one of the sources above.
         """
-        parts = reduction.packed(statistics)
-        self.store_packed(
-            kept, parts[0] if len(parts) == 1 else torch.cat(parts), parameter, source
-        )
+        self.store_packed(kept, reduction.packed(statistics), parameter, source)
 
     def store_packed(self, kept: Kept, known: Tensor, parameter: Tensor, source: int) -> None:
         """:meth:`store`, given :func:`fp8_dist.scaling.reduction.packed` statistics."""
         self.known = known
         self.seen = version_of(parameter) or 0
-        self._set_state(_valid(source, self._fingerprint(kept)))
+        self._set_state((self._fingerprint(kept) << 2) + source)
 
     def note_writes(self) -> None:
         """Make later writes change ``valid``, although it has no statistics."""
         if _is_invalid(self.state()):
-            self._set_state(_valid(EVALUATED))
+            self._set_state(EVALUATED)
 
     def note_training(self) -> None:
         """Record that a forward of training has computed statistics without caching them."""
         if _is_invalid(self.state()):
-            self._set_state(_valid(TRAINED))
+            self._set_state(TRAINED)
 
     def _fingerprint(self, kept: Kept) -> int:
         """Hash of version, storage, layout and capture; positive."""

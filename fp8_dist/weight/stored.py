@@ -139,7 +139,8 @@ class Stored(wrapper.WrapperParameter):
         Collectives: none.
         """
         size = self.inner_size(outer_size)
-        data = wrapper.padded_shard(bytes_of(self.plain), size, mesh.size())
+        rows, *_ = wrapper.padded_size(self.plain, size, mesh.size())
+        data = wrapper.padded_shard(bytes_of(self.plain), rows)
         # A view of the payload's dtype, so that an audit can find it.
         return (bytes_of(data.view(self.payload or self.plain.dtype)),), size
 

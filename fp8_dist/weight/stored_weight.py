@@ -156,9 +156,10 @@ class StoredWeight(NamedTuple):
         """Cast values to the local parts of the data and of the scales."""
         layout, scheme = self.layout, self.scheme
         local = local_tensor(values).detach().to(local_tensor(self.data).device)
-        (whole,) = measured(local, (scheme,), layout, whole=True)
+        plan = CastPlan((scheme,)).on(layout)
+        (whole,) = measured(local, plan, whole=True)
         statistics = whole if layout is None else scheme.local_part(whole, layout)
-        (cast,), _ = cast_local(local, CastPlan((scheme,)).on(layout), [statistics])
+        (cast,), _ = cast_local(local, plan, [statistics])
         (scales,) = scheme.scales_from(whole)
         scales = as_stored(scales.view(self.scales.shape), scheme)
         if isinstance(self.scales, DTensor):

@@ -185,9 +185,9 @@ def bytes_of(plain: torch.Tensor) -> torch.Tensor:
     return plain.view(torch.uint8) if plain.itemsize == 1 else plain
 
 
-def padded_shard(shard: torch.Tensor, outer_size: torch.Size, ranks: int) -> torch.Tensor:
-    """Pad a shard with zeros to :func:`padded_size`; contiguous."""
-    if missing := padded_size(shard, outer_size, ranks)[0] - len(shard):
+def padded_shard(shard: torch.Tensor, rows: int) -> torch.Tensor:
+    """Pad a shard with zeros to a number of rows (:func:`padded_size`); contiguous."""
+    if missing := rows - len(shard):
         shard = pad(shard, (*(0, 0) * (shard.ndim - 1), 0, missing))
     return shard.contiguous()
 

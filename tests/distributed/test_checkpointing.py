@@ -25,6 +25,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.operand.state import measured
+from fp8_dist.scaling import CastPlan
 from fp8_dist.tensor_parallel import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
@@ -176,7 +177,8 @@ def test_scales_in_the_backward_are_those_of_the_weight(change: str) -> list[str
         kept = [found.output.scales[0], again[0]]
         casts = [self.config.recipe.uses["weight"][gemm] for gemm in ("output", "grad_input")]
         for cast, scale in zip(casts, kept, strict=True):
-            (known,) = measured(self.shard().detach(), (cast,), self.layout(parameter))
+            plan = CastPlan((cast,)).on(self.layout(parameter))
+            (known,) = measured(self.shard().detach(), plan)
             if not same_bits(scale, cast.scales_from(known)[0]):
                 stale.append(self.fqn)
         return found

@@ -113,7 +113,7 @@ def test_data_assigned_after_writes_drops_scales() -> None:
         alias.fill_(100)
         weight.data = alias.data  # the same memory, with a version of its own
         assert validity(weight) == UNKNOWN
-        assert weight.recall(kept, weight.plain) == {}
+        assert weight.recall(kept, weight.plain, weight.state()) == {}
 
 
 def upcast(model: nn.Module) -> None:
