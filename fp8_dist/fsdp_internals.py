@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from functools import cache, cached_property, wraps
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -130,23 +130,14 @@ def before_fsdp_gathers_others(call: Callable[["FsdpParameter"], None]) -> None:
     _fsdp_param_group.FSDPParamGroup.unshard = with_call  # type: ignore[method-assign]
 
 
-_W = TypeVar("_W", bound=torch.Tensor)
+def hand_over_to_fsdp_gathers(wrapper: type[Any]) -> None:
+    """Let FSDP2 take the inputs of a gather from a method of a local tensor, where it returns any.
 
-# What the hook fsdp_pre_all_gather returns: the inputs of a gather, and metadata.
-GatherInputs = tuple[tuple[torch.Tensor, ...], Any]
+    FSDP2 inspects the signature of its hook in each gather, which takes longer than the method.
 
-
-def hand_over_to_fsdp_gathers(
-    wrapper: type[_W], kept_inputs: Callable[[_W, DTensor, nn.Module], GatherInputs | None]
-) -> None:
-    """Let FSDP2 take the inputs of a gather from a function, where it returns any.
-
-    FSDP2 inspects the signature of its hook in each gather, which takes longer than the function.
-
-    Args:
-        wrapper: the type of local tensors for which the function is called.
-        kept_inputs: gets the local tensor, the sharded parameter, and the module that the hook
-            would get. ``None``: FSDP2 asks the hook.
+    ``wrapper``: the type of these local tensors. The method ``kept_inputs(parameter, module)`` gets
+    the sharded parameter, and the module that the hook ``fsdp_pre_all_gather`` would get. It
+    returns what the hook returns; or ``None``, and FSDP2 asks the hook.
     """
 
     @wraps(_all_gather_inputs)
@@ -154,7 +145,7 @@ def hand_over_to_fsdp_gathers(
         local, handed_over = self._sharded_local_tensor, None
         is_sharded = self.sharded_state is ShardedState.SHARDED
         if is_sharded and isinstance(local, wrapper) and not self.offload_to_cpu:
-            handed_over = kept_inputs(local, self.sharded_param, self._module_info.module)
+            handed_over = local.kept_inputs(self.sharded_param, self._module_info.module)
         if handed_over is None:
             return _all_gather_inputs(self)
         inputs, metadata = handed_over

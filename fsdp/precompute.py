@@ -28,12 +28,12 @@ from fp8_dist.fsdp_internals import fsdp_init_shards
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import Layout, common_groups, local_tensor
 from fp8_dist.scaling import Dense, Scheme, Statistics
-from fp8_dist.scaling.reduction import Placed, all_reduced, as_integers, message_dtype
+from fp8_dist.scaling.reduction import Placed, all_reduced, packed
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import warn_once
 from fp8_dist.torch_internals import disabled_in_graphs, normal_tensors, set_dtensor_local
 from fp8_dist.weight import agreement
-from fp8_dist.weight.float8_weight import Float8Weight, Gather
+from fp8_dist.weight.float8_weight import Float8Weight
 from fp8_dist.weight.known import PRECOMPUTED, Kept, KnownWeight
 from fp8_dist.weight.weights import (
     CONVERT_FIRST,
@@ -266,29 +266,26 @@ def _reduced(measured: Iterable[_Measured]) -> Iterator[Tensor]:
     return (whole[slot] for whole, slot in zip(reduced, taken, strict=True))
 
 
-class _Group:
+class _Group(NamedTuple):
     """Shards of one kind, which are measured together and reduced as if they were one weight.
 
     The statistics of each are all its own, or one statistic that all ranks share.
     """
 
-    def __init__(self, first: Gather, axes: tuple[int, ...]) -> None:
-        self.scheme = first.kept.schemes[0]
-        self.layout = first.kept.layout
-        self.axes = axes
-        # By the id of the parameter, which layers may share.
-        self.members: dict[int, Shard] = {}
+    kept: Kept  # what the first one keeps
+    axes: tuple[int, ...]  # the axes of the mesh to reduce over
+    members: dict[int, Shard]  # by the id of the parameter, which layers may share
 
     def measured(self) -> _Measured:
-        flat = self.scheme.measure_flat([shard.local.plain for shard in self.members.values()])
-        return _Measured(self.layout, (self.axes,), [Placed(flat, [len(flat)], [])])
+        (scheme,) = self.kept.schemes
+        flat = scheme.measure_flat([shard.local.plain for shard in self.members.values()])
+        return _Measured(self.kept.layout, (self.axes,), [Placed(flat, [len(flat)], [])])
 
     def store(self, flat: Tensor) -> None:
         """Store the reduced statistics."""
-        integers = as_integers(flat, message_dtype([flat]))
-        parts = integers.split([shard.plan.scale_count for shard in self.members.values()])
+        parts = packed([(flat,)]).split([shard.plan.scale_count for shard in self.members.values()])
         for part, (_, parameter, local, plan) in zip(parts, self.members.values(), strict=True):
-            local.store_packed(plan.kept, part, parameter, PRECOMPUTED)
+            local.store(plan.kept, part, parameter, PRECOMPUTED)
             local.follow_replays()
 
 
@@ -301,9 +298,8 @@ def _grouped(shards: Iterable[Shard]) -> tuple[list[_Group], set[Float8Weight]]:
         axes, mesh = plan.reduced_over, plan.kept.layout.mesh
         if axes is not None and plain.device.type == mesh.device_type:
             kind = plan.kept.schemes, mesh, axes, plain.dtype, plain.device
-            if kind not in groups:
-                groups[kind] = _Group(plan, axes)
-            groups[kind].members[id(shard.parameter)] = shard
+            group = groups.setdefault(kind, _Group(plan.kept, axes, {}))
+            group.members[id(shard.parameter)] = shard
             weights.add(shard.weight)
     return [*groups.values()], weights
 
@@ -341,5 +337,5 @@ def _store_scales(weights: Iterable[Float8Weight], shards: Sequence[Shard]) -> N
         if not isinstance(shard := local_tensor(parameter), KnownWeight):
             shard = KnownWeight(shard)
             set_dtensor_local(parameter, shard)  # type: ignore[arg-type]
-        shard.store(kept, statistics, parameter, PRECOMPUTED)
+        shard.store(kept, packed(statistics), parameter, PRECOMPUTED)
         shard.follow_replays()

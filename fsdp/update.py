@@ -61,7 +61,8 @@ def update_float8_scales(module: nn.Module) -> None:
     check_agreement(module, "update_float8_scales")
     weights = weights_of_model(module, "update_float8_scales")
     if kept := {fqn: weight for fqn, weight in weights.items() if weight.kept() is not None}:
-        warn_of_computed(weights)
+        if len(kept) < len(weights):
+            warn_of_computed(weights)
         precompute_weights(module, kept)
     if any(weight.histories for weight in weights.values()):
         sync_float8_amax_and_scale_history(module)

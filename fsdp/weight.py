@@ -120,15 +120,15 @@ class Float8AllGatherWeight(KnownWeight):
         none if shards cut no block.
         """
         weight = weights_of(module)[self.name_of_weight]
-        parameter = weight.master()
-        capture = current_capture()
-        if (handed_over := self.kept_inputs(weight, parameter, capture)) is not None:
+        assert weight.fsdp is not None
+        parameter = weight.fsdp.sharded
+        if (handed_over := self.kept_inputs(parameter, module)) is not None:
             return handed_over
-        local = local_tensor(parameter)
+        local = internals.dtensor_local(parameter)
         cache = self
         if isinstance(local, Float8AllGatherWeight) and local.device != self.device:
             cache = local  # with CPU offload, self is a copy
-        stream = self._await_scales(weight, capture)
+        stream = self._await_scales(weight, current_capture()) if self.plain.is_cuda else None
         use = Use((weight,), "weight") if is_observed() else None
         gather = weight.gather(parameter)
         state = weight.gather_state(cache, parameter, gather.kept)
@@ -145,34 +145,34 @@ class Float8AllGatherWeight(KnownWeight):
         return cast.inputs, cast.metadata
 
     def kept_inputs(
-        self, weight: Float8Weight, parameter: torch.Tensor, capture: int
+        self, parameter: DTensor, module: nn.Module
     ) -> tuple[tuple[torch.Tensor, ...], _Metadata] | None:
         """The result of :meth:`fsdp_pre_all_gather`, if a kept cast is of the current values and
         scales, and nothing looks at casts; else None. A cast of others is dropped.
 
-        ``parameter``: the sharded parameter.
+        Args:
+            parameter: the sharded parameter.
+            module: the module that FSDP2 passes to the hook.
         """
-        kept, history = self.kept_cast, weight.history
+        kept = self.kept_cast
         if kept is None or is_observed() or not internals.can_skip_dispatch(self.plain):
             return None
+        weight, capture = weights_of(module)[self.name_of_weight], current_capture()
+        plan, history = weight.gather(parameter), weight.history
         has_changed = history is not None and history.statistic is not kept.statistic
-        plan = weight.gather(parameter)
         if has_changed or self.state_of_cast(parameter, plan, capture) != kept.state:
             _wait_for_readers(kept, capture, set())
             self.kept_cast = None
             return None
         cast = kept.cast
-        stream = self._await_scales(weight, capture)
-        if stream is not None:
-            kept.readers.add((stream, capture))
+        if self.plain.is_cuda:
+            kept.readers.add((self._await_scales(weight, capture), capture))
         if history is not None:
             _note_amax(history, cast)
         return cast.inputs, cast.metadata
 
-    def _await_scales(self, weight: Float8Weight, capture: int) -> torch.cuda.Stream | None:
-        """Let the current stream wait for the last update of scales; return it if there is one."""
-        if not self.plain.is_cuda:
-            return None
+    def _await_scales(self, weight: Float8Weight, capture: int) -> torch.cuda.Stream:
+        """Let the current stream wait for the last update of scales, and return it."""
         stream = torch.cuda.current_stream(self.plain.device)
         if weight.scales_ready is not None:
             # FSDP2 gathers on a stream that only waits for the optimizer's post_optim_event.
@@ -305,9 +305,10 @@ def _cast_shard(
     return _ShardCast(tuple(inputs), (gather, scales), amax)
 
 
-@internals.normal_tensors()
 def keep_casts(shards: Sequence[Shard]) -> None:
     """Cast the shards that FSDP2 gathers in float8, for the gathers until the next update.
+
+    Call it outside of inference mode.
 
     Note [Kept casts]
     ~~~~~~~~~~~~~~~~~
@@ -449,15 +450,7 @@ def _unpack(data: torch.Tensor, qdata: torch.Tensor, scheme: Scheme) -> None:
     data.untyped_storage().resize_(0)
 
 
-def _kept_inputs(
-    local: Float8AllGatherWeight, parameter: torch.Tensor, module: nn.Module
-) -> fsdp_internals.GatherInputs | None:
-    """The inputs of the gather of a weight whose kept cast is current."""
-    weight = weights_of(module)[local.name_of_weight]
-    return local.kept_inputs(weight, parameter, current_capture())
-
-
-fsdp_internals.hand_over_to_fsdp_gathers(Float8AllGatherWeight, _kept_inputs)
+fsdp_internals.hand_over_to_fsdp_gathers(Float8AllGatherWeight)
 
 
 @internals.normal_tensors()

@@ -480,9 +480,10 @@ class Float8Weight(WeightCasts):
         """
         if new is None or self.fsdp is None or self.unsharded is not None:
             return False
-        if new is not self.fsdp.sharded and new is not self.fsdp.unsharded:
-            return False
-        return isinstance(local_tensor(new), (Float8Tensor, KnownWeight))
+        if new is self.fsdp.sharded:
+            return True
+        is_gathered = new is self.fsdp.unsharded
+        return is_gathered and isinstance(local_tensor(new), (Float8Tensor, KnownWeight))
 
     def parameter_replaced(self, new: torch.Tensor | None) -> None:
         """Prepare for the replacement of the layer's parameter, by FSDP2 or by other code."""

@@ -183,7 +183,7 @@ class Known(State):
         if self._parameter is not None:
             # (Statistics that an evaluation computes after a step also serve the next step.)
             source = TRAINED if trains or state == OUTDATED else EVALUATED
-            weight.store(kept, statistics, self._parameter, source)
+            weight.store(kept, reduction.packed(statistics), self._parameter, source)
         elif trains:
             weight.note_training()
         return statistics
@@ -262,24 +262,14 @@ class KnownWeight(WrapperParameter):
             return {}
         return kept.unpack(self.known.to(x.device), x.shape)
 
-    def store(
-        self,
-        kept: Kept,
-        statistics: Sequence[Statistics],
-        parameter: Tensor,
-        source: int = EVALUATED,
-    ) -> None:
+    def store(self, kept: Kept, known: Tensor, parameter: Tensor, source: int) -> None:
         """Cache statistics of the current values.
 
         Args:
-            statistics: the statistics for each scheme.
+            known: the :func:`fp8_dist.scaling.reduction.packed` statistics.
             parameter: the parameter that holds this tensor.
             source: one of the sources above.
         """
-        self.store_packed(kept, reduction.packed(statistics), parameter, source)
-
-    def store_packed(self, kept: Kept, known: Tensor, parameter: Tensor, source: int) -> None:
-        """:meth:`store`, given :func:`fp8_dist.scaling.reduction.packed` statistics."""
         self.known = known
         self.seen = version_of(parameter) or 0
         self._set_state((self._fingerprint(kept) << 2) + source)

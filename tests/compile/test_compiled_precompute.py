@@ -23,6 +23,7 @@ from fp8_dist import (
 from fp8_dist.debug import comm_audit
 from fp8_dist.linear import float8_layers
 from fp8_dist.mesh import local_tensor
+from fp8_dist.scaling.reduction import packed
 from fp8_dist.weight.known import PRECOMPUTED, STALE, Kept, KnownWeight
 
 
@@ -194,7 +195,7 @@ def test_a_graph_marks_a_weight_that_is_no_dtensor(backend: str) -> None:
     layer = Float8Linear(4, 4)
     weight: Any = nn.Parameter(KnownWeight(torch.randn(4, 4)))
     kept: Any = Kept(layer.float8_weight.schemes, None)  # type: ignore[arg-type]
-    weight.store(kept, [(torch.ones(()),)], weight, PRECOMPUTED)
+    weight.store(kept, packed([(torch.ones(()),)]), weight, PRECOMPUTED)
 
     def write() -> None:
         with torch.no_grad():

@@ -28,7 +28,8 @@ from fp8_dist import (
 )
 from fp8_dist.debug import comm_audit
 from fp8_dist.fsdp import Float8AllGatherWeight
-from fp8_dist.weight.known import UNKNOWN, Kept, KnownWeight
+from fp8_dist.scaling.reduction import packed
+from fp8_dist.weight.known import EVALUATED, UNKNOWN, Kept, KnownWeight
 
 GATHERED = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -108,7 +109,7 @@ def test_data_assigned_after_writes_drops_scales() -> None:
         for _ in range(writes):
             alias.mul_(0.5)
         kept: Any = Kept(Float8Linear(32, 16).float8_weight.schemes, None)  # type: ignore[arg-type]
-        weight.store(kept, [(torch.ones(()),)], weight)
+        weight.store(kept, packed([(torch.ones(()),)]), weight, EVALUATED)
         assert validity(weight) > 0
         alias.fill_(100)
         weight.data = alias.data  # the same memory, with a version of its own
