@@ -117,7 +117,9 @@ def route(expert_ids: Tensor, num_experts: int, group: dist.ProcessGroup | None 
     sent = sent.view(ranks, num_experts // ranks)
     received = _exchange(sent, [1] * ranks, [1] * ranks, group)
     numbers = numbers_of_rows(sent, received, flat)
-    to, back = numbers[:ranks].tolist(), numbers[ranks : 2 * ranks].tolist()
+    to = numbers[:ranks].tolist()
+    # A graph would not know that the numbers of rows to and from the same rank are equal.
+    back = to if group is None else numbers[ranks : 2 * ranks].tolist()
     groups = Groups.of(received.sum(0), numbers[2 * ranks :], sum(back))
     arrivals = None if group is None else _arrivals(received, sum(back))
     tokens, top_k = expert_ids.shape

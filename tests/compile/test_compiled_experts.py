@@ -20,8 +20,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist.debug import comm_audit
-from fp8_dist.moe import Float8ExpertsConfig, float8_experts, grouped_linear, route
+from fp8_dist.moe import (
+    Float8ExpertsConfig,
+    convert_experts_to_float8_training,
+    float8_experts,
+    grouped_linear,
+    route,
+)
 from fp8_dist.tensor_parallel import Float8ExpertParallel
+from scripts.common.mixture import Experts
+from scripts.common.sizes import Mixture as Sizes
 
 full_tier = pytest.mark.full
 BF16 = torch.bfloat16
@@ -88,6 +96,24 @@ def test_grouped_linear() -> None:
         text,
         """grouped_linear: offs must grow from 0 to at most 40, the number of rows; got groups of [31, -11, -17, 0] rows""",
     )
+
+
+def test_your_own_experts_without_biases() -> None:
+    """One graph, even if only the routing says that rows sent and received are equal in number."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    experts = Experts(160, Sizes(experts=8, top_k=2, ffn_dim=96))
+    for weight in experts.parameters():
+        nn.init.normal_(weight)
+    experts.to(BF16)
+    convert_experts_to_float8_training(experts, config=Float8ExpertsConfig())
+    x = torch.randn(24, 160, dtype=BF16, requires_grad=True)
+    ids, shares = torch.rand(24, 8).argsort(1)[:, :2].contiguous(), torch.rand(24, 2, dtype=BF16)
+    every = []
+    for run in (experts, torch.compile(experts, backend="aot_eager", fullgraph=True)):
+        output = run(x, ids, shares)
+        every.append([output, *torch.autograd.grad(output.sum(), (x, *experts.parameters()))])
+    assert all(same_bits(a, b) for a, b in zip(*every, strict=True))
 
 
 class Grouped(nn.Module):
