@@ -91,8 +91,7 @@ class Experts(nn.Module):
         """The outputs of all slots, (t, k, d), in the dtype of x."""
         weights = (self.w1, self.w3, self.w2)
         w1, w3, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        counts = torch.tensor(routing.groups.counts, dtype=torch.int32, device=x.device)
-        offs = counts.cumsum(0, dtype=torch.int32)
+        offs = routing.groups.ends
         rows = x.index_select(0, routing.slots // routing.top_k)
         if routing.arrivals is not None:
             rows = exchanged(rows, routing.sent, routing.received, routing.group)

@@ -98,7 +98,8 @@ def test_grouped_linear() -> None:
     )
 
 
-def test_your_own_experts_without_biases() -> None:
+@pytest.mark.parametrize("recipe", ["rowwise_folded", None])
+def test_your_own_experts_without_biases(recipe: Any) -> None:
     """One graph, even if only the routing says that rows sent and received are equal in number."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -106,7 +107,8 @@ def test_your_own_experts_without_biases() -> None:
     for weight in experts.parameters():
         nn.init.normal_(weight)
     experts.to(BF16)
-    convert_experts_to_float8_training(experts, config=Float8ExpertsConfig())
+    if recipe is not None:
+        convert_experts_to_float8_training(experts, config=Float8ExpertsConfig(recipe))
     x = torch.randn(24, 160, dtype=BF16, requires_grad=True)
     ids, shares = torch.rand(24, 8).argsort(1)[:, :2].contiguous(), torch.rand(24, 2, dtype=BF16)
     every = []
