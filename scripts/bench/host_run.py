@@ -18,11 +18,12 @@ from scripts.common.markdown import table
 from scripts.common.models import after_step, build
 from scripts.common.recipes import BF16
 from scripts.common.report import finish
+from scripts.common.sizes import Mixture
 from scripts.plan.world import fake_world
 
 PARTS = ("update", "forward", "backward", "optimizer")
-LINEAR = 7  # layers in a block
-TOKENS, VOCABULARY, HEADS, WARM_UP = 1024, 1024, 16, 3
+LINEAR = 7  # layers in a block; with experts three of them are grouped
+TOKENS, VOCABULARY, HEADS, TOP_K, WARM_UP = 1024, 1024, 16, 2, 3
 Step = Counter[str]  # seconds by part
 
 
@@ -32,7 +33,8 @@ def step_of(
     """A candidate's step, and a list to which each run adds its seconds."""
     name, compiled, _ = candidate.partition(COMPILED)
     widths = (HEADS, HEADS, 4 * args.dim, VOCABULARY)
-    sizes = LlamaConfig(args.dim, args.blocks, *widths, max_seq_len=TOKENS)
+    mixture = args.experts and Mixture(args.experts, min(TOP_K, args.experts), args.dim)
+    sizes = LlamaConfig(args.dim, args.blocks, *widths, max_seq_len=TOKENS, mixture=mixture)
     model = build(name, sizes, mesh, "meta", shard=True, compiled=bool(compiled))
     model.to_empty(device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)
@@ -109,4 +111,6 @@ def run(args: argparse.Namespace) -> int:
         by_name = measure(mesh, args)
     title = f"host, blocks: {args.blocks} x {args.dim}, ranks: {args.ranks}"
     title += f", micro-batches: {args.micro_batches}"
+    if args.experts:
+        title += f", experts: {args.experts} (torchao.float8 converts none)"
     return finish(args, {title: host_table(by_name, LINEAR * args.blocks)})

@@ -39,7 +39,7 @@ from fp8_dist.torch_internals import has_bf16_instructions
 from fp8_dist.transport import Encoding
 from scripts.common import candidates
 from scripts.common.candidates import config_of, is_torchaos, recipe_and_format
-from scripts.common.llama import Attention, Block, FeedForward, LatentAttention, Llama, LlamaConfig
+from scripts.common.llama import Attention, FeedForward, LatentAttention, Llama, LlamaConfig
 from scripts.common.mixture import Experts, GatherSequence, MixtureOfExperts, Router
 from scripts.common.recipes import BF16
 
@@ -75,7 +75,8 @@ def build(
         shard: whether to apply FSDP2, to fp32 parameters that are gathered in float8 or
             `param_dtype`; without it parameters are bf16. None: shard if the axes besides "tp" have
             more than one rank, or if there are experts.
-        compiled: whether to torch.compile each block, or the backend to do so with.
+        compiled: whether to torch.compile each block, or the backend to do so with. Of a block with
+            experts only the attention, the router and the experts are compiled, one by one.
         seed: the seed of the parameters, equal for all candidates and meshes on a kind of device.
         param_dtype: the dtype that FSDP2 gathers, and in which all but float8 GEMMs compute.
         reduce_dtype: the dtype in which FSDP2 reduces gradients.
@@ -234,12 +235,27 @@ def compile_blocks(name: str, model: Llama, backend: str) -> None:
     """Compile each block, with a forward that has its own code object for this candidate.
 
     Otherwise candidates would share one cache of dynamo, which is searched in order, and limited.
+    Of blocks with experts, where FSDP2's hooks would break the graph, only parts are compiled.
     """
-    code = Block.forward.__code__.replace(co_name=f"forward_{name.replace(' ', '_')}")
-    forward = FunctionType(code, Block.forward.__globals__)
-    for block in model.layers:
-        block.forward = MethodType(forward, block)
-        block.compile(fullgraph=True, dynamic=False, backend=backend)
+    parts = [part for block in model.layers for part in parts_to_compile(block)]
+    forwards = {kind: own_forward(kind, name) for kind in {type(part) for part in parts}}
+    for part in parts:
+        part.forward = MethodType(forwards[type(part)], part)
+        part.compile(fullgraph=True, dynamic=False, backend=backend)
+
+
+def parts_to_compile(block: nn.Module) -> list[nn.Module]:
+    """The modules that become a graph each: the block, or its attention, router and experts."""
+    mixture = block.feed_forward
+    if not isinstance(mixture, MixtureOfExperts):
+        return [block]
+    return [block.attention, *mixture.children()]
+
+
+def own_forward(kind: type[nn.Module], name: str) -> FunctionType:
+    """A copy of a class's forward for one candidate."""
+    code = kind.forward.__code__.replace(co_name=f"forward_{name.replace(' ', '_')}")
+    return FunctionType(code, kind.forward.__globals__)
 
 
 def tp_plan(

@@ -30,15 +30,32 @@ def test_a_rehearsal_of_captured_steps() -> None:
 @needs_cpu_build
 def test_host_times(capfd: pytest.CaptureFixture[str]) -> None:
     """Each candidate runs on a rank of several, and bf16 is added."""
-    small = "--blocks 1 --dim 128 --ranks 2 --micro-batches 2 --repeat 1"
-    chosen = ["tensorwise", "mxfp8+mxfp4"]
-    assert host.main([*small.split(), "--candidates", *chosen]) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert "host, blocks: 1 x 128, ranks: 2, micro-batches: 2" in lines
-    head, _, *rows = ([*map(str.strip, line.split("|"))] for line in lines if line[:1] == "|")
+    title, head, *rows = host_times(capfd, ["tensorwise", "mxfp8+mxfp4"])
+    assert title == ["host, blocks: 1 x 128, ranks: 2, micro-batches: 2"]
     assert head[-5:-1] == ["update", "forward", "backward", "optimizer"]
-    assert [row[1] for row in rows] == [BF16, *chosen]
+    assert [row[1] for row in rows] == [BF16, "tensorwise", "mxfp8+mxfp4"]
     assert rows[0][3:6:2] == ["1.00x", "1.00x"]
+
+
+@needs_cpu_build
+def test_host_times_of_experts(capfd: pytest.CaptureFixture[str]) -> None:
+    """Eager and compiled; the host reads made-up numbers of rows (3 experts have unequal ones)."""
+    compiled = [BF16 + host.COMPILED, "rowwise_folded" + host.COMPILED]
+    title, _, *rows = host_times(capfd, ["rowwise_folded", compiled[1]], "--experts", "3")
+    assert title[0].endswith(", experts: 3 (torchao.float8 converts none)")
+    assert [row[1] for row in rows] == [BF16, compiled[0], "rowwise_folded", compiled[1]]
+
+
+def host_times(
+    capfd: pytest.CaptureFixture[str], candidates: list[str], *options: str
+) -> list[list[str]]:
+    """The title and the rows of the table, for a small model."""
+    small = "--blocks 1 --dim 128 --ranks 2 --micro-batches 2 --repeat 1"
+    assert host.main([*small.split(), *options, "--candidates", *candidates]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    title = [line for line in lines if line.startswith("host, ")]
+    head, _, *rows = ([*map(str.strip, line.split("|"))] for line in lines if line[:1] == "|")
+    return [title, head, *rows]
 
 
 # torchtitan's models on GPUs

@@ -14,6 +14,7 @@ WRONG = """\
 scripts.bench.step --device cuda --clock cpu: --clock cpu does not see
 scripts.bench.host --candidates fp16: invalid choice: 'fp16'
 scripts.bench.host --dim 100: 100 is not a multiple of 128
+scripts.bench.host --experts 8 --candidates delayed: is not for experts (torchao.float8 converts none): use bf16,
 scripts.bench.linear --shapes 16x40x16: positive multiples of 16
 scripts.bench.step --mesh tp=2 --compile: --compile is for --mesh none
 scripts.measure.properties --case [: invalid loads value
