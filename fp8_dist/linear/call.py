@@ -15,47 +15,47 @@ from fp8_dist.torch_internals import recorded_as_operators_are
 from fp8_dist.weight.local_placements import LocalPlacements
 
 
-def call_linear(
+def call_declared(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     spec: LinearSpec,
-    declared: LocalPlacements | None,
+    declared: LocalPlacements,
 ) -> Tensor:
-    """Compute a layer's output.
-
-    Args:
-        input: ``[..., K]``, floating point, or already float8.
-        declared: the placements of operands that are plain local tensors.
+    """:func:`call_linear` of plain local tensors with declared placements.
 
     Raises:
-        ValueError, NotImplementedError: as :meth:`fp8_dist.Float8Linear.forward`.
+        ValueError: the operands do not fit their placements.
     """
-    if declared is None:
-        return _call(input, weight, bias, weight, spec)
     declared.check(input, weight, spec.output_placements, spec.fqn)
     if isinstance(input, DTensor):
         # It is the result of share_input, which reduces the gradient itself.
         spec = spec._replace(reduce_transport=None)
-    output = _call(*declared.distributed(input, weight, bias), weight, spec)
+    output = call_linear(*declared.distributed(input, weight, bias), weight, spec)
     assert isinstance(output, DTensor)
     return output.to_local()
 
 
 @recorded_as_operators_are
-def _call(
+def call_linear(
     input: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, spec: LinearSpec
 ) -> Tensor:
-    """:func:`call_linear` of parameters, or of DTensors that wrap them.
+    """Compute a layer's output.
 
-    ``parameter``: the layer's weight, not wrapped.
+    Args:
+        input: ``[..., K]``, floating point, or already float8.
+        weight, bias: the parameters, or DTensors that wrap them.
+        parameter: the layer's weight, not wrapped.
+
+    Raises:
+        ValueError, NotImplementedError: as :meth:`fp8_dist.Float8Linear.forward`.
     """
     fqn, is_distributed = spec.fqn, isinstance(input, DTensor)
     is_compiling = torch.compiler.is_compiling()
     check_transforms(fqn, input, weight, bias)
     if is_distributed or isinstance(weight, DTensor):
         checks.check_mesh(weight, input, fqn)
-        if not is_compiling:
+        if not (is_compiling or spec.weight.is_compared):
             spec.weight.compare("the first forward")
     if spec.reduce_transport is not None:
         checks.check_summed_in_fp32(input, spec.reduce_transport, fqn)

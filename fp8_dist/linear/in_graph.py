@@ -35,7 +35,7 @@ from fp8_dist import torch_internals as internals
 from fp8_dist.config import Float8LinearConfig
 from fp8_dist.kernels.custom_op import composite_op
 from fp8_dist.linear.autograd import LinearSpec
-from fp8_dist.linear.call import call_linear
+from fp8_dist.linear.call import call_declared, call_linear
 from fp8_dist.mesh import Layout, Placements, layout_over, local_tensor
 from fp8_dist.operand.history import AmaxHistory, HistoryInGraph
 from fp8_dist.operand.state import owner_of
@@ -80,7 +80,9 @@ def settle(*facts: Any) -> str:
 class _WeightInGraph(WeightCasts):
     """The weight of a layer, as far as the operator knows it."""
 
-    fqn, name, scales_name = "a float8 layer", "weight", "weight_scale_inv"
+    fqn = "a float8 layer"  # layers with different names share a graph
+    name = "weight"
+    scales_name = "weight_scale_inv"
 
     def __init__(
         self,
@@ -106,6 +108,9 @@ class _WeightInGraph(WeightCasts):
         if (declared := self._declared) is None:
             return Layout.of(parameter)
         return layout_over(parameter, declared.mesh, declared.weight, self.fqn)
+
+    def note_forward(self, parameter: Tensor) -> None:
+        pass
 
     def scales_of_stored(self) -> Tensor:
         assert self._scales is not None
@@ -219,4 +224,6 @@ def linear(
         is_prepared=is_prepared,
         reduce_transport=known.reduce_transport,
     )
-    return call_linear(input, weight, bias, spec, known.declared)
+    if known.declared is not None:
+        return call_declared(input, weight, bias, spec, known.declared)
+    return call_linear(input, weight, bias, weight, spec)

@@ -15,7 +15,7 @@ from fp8_dist.config import Float8LinearConfig, check_config
 from fp8_dist.config_text import config_text
 from fp8_dist.env import strict_alignment
 from fp8_dist.linear.autograd import LinearSpec
-from fp8_dist.linear.call import call_linear
+from fp8_dist.linear.call import call_declared, call_linear
 from fp8_dist.linear.class_change import change_class, why_class_is_kept, why_forward_is_kept
 from fp8_dist.linear.in_graph import is_operator, linear_in_graph, settle
 from fp8_dist.mesh import Placements
@@ -199,7 +199,7 @@ class Float8Linear(nn.Linear):
                 f"got an input of shape {tuple(input.shape)}"
             )
         is_prepared = bool(self.histories) and self.prepared_input is not None
-        if is_operator():
+        if torch.compiler.is_compiling() and is_operator():
             owner = self.float8_weight
             return linear_in_graph(input, weight, self.bias, owner, self.settled, is_prepared)
         if self.histories and is_exporting():
@@ -218,7 +218,9 @@ class Float8Linear(nn.Linear):
             is_prepared=is_prepared,
             reduce_transport=self.reduce_transport,
         )
-        return call_linear(input, weight, self.bias, spec, declared)
+        if declared is not None:
+            return call_declared(input, weight, self.bias, spec, declared)
+        return call_linear(input, weight, self.bias, weight, spec)
 
     def extra_repr(self) -> str:
         """Return nn.Linear's text, the recipe, and the operands that are gathered in float8.

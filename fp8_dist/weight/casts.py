@@ -101,14 +101,16 @@ class WeightCasts:
         """The parameter that has the scales of a stored weight."""
         raise NotImplementedError
 
-    # Methods for eager code
+    # For eager code
+
+    is_compared: bool  # whether the layer was compared between ranks (``agreement``)
 
     def compare(self, caller: str) -> None:
         """Compare the layer between the ranks of its mesh, once, if other code has placed it."""
         raise NotImplementedError
 
     def note_forward(self, parameter: torch.Tensor) -> None:
-        """Prepare for a forward that casts the parameter."""
+        """Prepare for a forward that casts the parameter; nothing in a graph."""
         raise NotImplementedError
 
     def record_amaxes(self, amaxes: dict[str, torch.Tensor], begins: bool | None = None) -> None:
@@ -197,10 +199,11 @@ class WeightCasts:
                 "state dict that was assigned or passed to functional_call; load it with "
                 "load_state_dict after freeze_to_float8"
             )
-        if not torch.compiler.is_compiling():
+        is_in_fsdp = self.is_in_fsdp
+        if is_in_fsdp or self.config.enable_fsdp_float8_all_gather:
             self.note_forward(parameter)
         shard = local.plain if isinstance(local, KnownWeight) else local
-        if self.is_in_fsdp:
+        if is_in_fsdp:
             return self._unsharded_operands(parameter, shard, both)
         plan = self.plan(_GEMMS if both else _GEMMS[:1], local.device)
         if not plan.of:

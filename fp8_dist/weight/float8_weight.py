@@ -163,7 +163,6 @@ class Float8Weight(WeightCasts):
         history: the one of the weight, if its scale is DELAYED.
         scales_name: the name of the parameter that has the scales of a stored weight.
         handle: identifies this object in operators (:mod:`fp8_dist.operand.state`).
-        is_compared: whether the layer was compared between ranks (``agreement``).
         fsdp: FSDP2's object for the parameter, from ``fully_shard`` on. ``fp8_dist.fsdp`` sets it.
         unsharded: the local tensor of FSDP2's unsharded parameter in high precision, if its
             statistics are cached.
@@ -378,6 +377,8 @@ class Float8Weight(WeightCasts):
         return [x.mesh for x in layouts if x is not None and x.mesh is not None]
 
     def note_forward(self, parameter: torch.Tensor) -> None:
+        if torch.compiler.is_compiling():  # for torch.export
+            return
         if self.config.enable_fsdp_float8_all_gather:
             self._warn_if_flag_has_no_effect(parameter)
         if self.fsdp is not None:
