@@ -496,10 +496,8 @@ def _check(part: _Part, files: _Files, values: set[str]) -> None:
             _first_block(weight, entry)
             if files.float8(key):
                 _stored_scales(weight, entry, files)
-                if (
-                    kind != _MXFP4
-                    and (scheme := weight.held_scheme(weight.parameter())).packed_dtype
-                ):
+                scheme = weight.held_scheme(weight.parameter())
+                if kind != _MXFP4 and scheme.packed_dtype:
                     check_values(files[key][...], scheme, f"load_float8_checkpoint: {key}")
         elif are_coded and files.float8(key):
             _scales_of(entry, files)

@@ -11,9 +11,17 @@ import pytest
 import torch
 import torch._dynamo
 from nets import Net
+from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_inductor_cache
 
-from fp8_dist import Float8LinearConfig, convert_to_float8_training, update_float8_scales
+from fp8_dist import (
+    Float8Linear,
+    Float8LinearConfig,
+    convert_to_float8_training,
+    update_float8_scales,
+)
+from fp8_dist.linear import in_graph
 
 RECIPES = ("tensorwise", "rowwise_folded", "mxfp8", "delayed")
 
@@ -68,3 +76,43 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
         assert misses > 0, recipe
         assert second[recipe]["counted"] == [misses, 0, 0], recipe
         assert second[recipe]["values"] == first[recipe]["values"], recipe
+
+
+def run(layer: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The output of a layer that is compiled anew, and the hits of AOTAutograd's cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        output = torch.compile(layer, fullgraph=True)(x)
+    return output, counters["aot_autograd"]["autograd_cache_hit"]
+
+
+def test_layers_of_other_configs_run_other_graphs() -> None:
+    weight, x = torch.randn(32, 32), torch.randn(16, 32)
+    with fresh_inductor_cache():
+        for recipe in RECIPES:
+            config = Float8LinearConfig.from_recipe_name(recipe)
+            layer = Float8Linear(32, 32, bias=False, config=config)
+            with torch.no_grad():
+                layer.weight.copy_(weight)
+                expected = layer(x)
+            output, hits = run(layer, x)
+            assert torch.equal(output, expected), recipe
+            assert hits == 0, recipe
+        # A layer follows its config and its placements, in code that was compiled before, too.
+        layer.config = Float8LinearConfig.from_recipe_name("tensorwise")
+        with torch.no_grad():
+            assert torch.equal(torch.compile(layer, fullgraph=True)(x), layer(x))
+
+
+def test_graphs_of_other_code_or_groups_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = Float8Linear(32, 32, bias=False), torch.randn(16, 32)
+    names, code = ["0"], ["a"]
+    monkeypatch.setattr(in_graph.internals, "group_names", lambda: tuple(names))
+    monkeypatch.setattr(in_graph, "code_fingerprint", lambda: code[0])
+    with fresh_inductor_cache():
+        assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
+        names.append("1")
+        assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
+        code[0] = "b"
+        assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
