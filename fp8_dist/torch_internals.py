@@ -281,19 +281,24 @@ def stable_hash(tensor: torch.Tensor) -> str:
     return blake2b(repr(key).encode(), digest_size=16).hexdigest()
 
 
-if torch.__version__ >= "2.13":  # earlier releases have no such key
+# Whether torch's cache of compiled graphs has a key for each tensor subclass.
+CACHE_TELLS_SUBCLASSES = torch.__version__ >= "2.13"
+
+if CACHE_TELLS_SUBCLASSES:
     _hash_of_dtensor = DTensor._stable_hash_for_caching
 
     def _hash_with_local(self: DTensor) -> str:
-        """The key of a DTensor in torch's cache of compiled graphs, with its local tensor.
+        """The key of a DTensor in torch's cache of compiled graphs, with what torch leaves out.
 
-        The key of torch 2.13 has only the placements and the shape. A compiled optimizer that was
-        traced with plain shards would also run on shards of a subclass, which have no address to
-        read. A graph of e4m3 data would run on e5m2 data.
+        The key of torch 2.13 has only the mesh's ranks, the placements and the global shape. A
+        compiled optimizer that was traced with plain shards would also run on shards of a subclass,
+        which have no address to read. A graph of e4m3 data would run on e5m2 data. And equal meshes
+        have groups of their own, whose names are constants of a graph.
         """
         local = self._local_tensor
         is_plain = type(local) in (torch.Tensor, *STAND_INS)
-        return _hash_of_dtensor(self) + ("" if is_plain else stable_hash(local))
+        of_local = tuple(local.shape) if is_plain else stable_hash(local)
+        return f"{_hash_of_dtensor(self)} {group_names(self.device_mesh)} {of_local}"
 
     DTensor._stable_hash_for_caching = _hash_with_local  # type: ignore[method-assign]
 
@@ -303,11 +308,17 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
-def group_names() -> tuple[str, ...]:
-    """The names of the process groups of this rank, which are constants of graphs."""
+def process_groups() -> dict[str, list[int]]:
+    """The names of the process groups of this rank, and their ranks."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return ()
-    return tuple(_world.pg_names.values())
+        return {}
+    ranks_of = torch.distributed.get_process_group_ranks
+    return {name: ranks_of(group) for group, name in _world.pg_names.items()}
+
+
+def group_names(mesh: DeviceMesh) -> list[str]:
+    """The name of the process group of each axis; none on a rank outside the mesh."""
+    return [*getattr(mesh, "_dim_group_names", ())]
 
 
 def dtensor_local(tensor: DTensor) -> torch.Tensor:

@@ -17,13 +17,14 @@ graphs, and because a graph may come from the cache that another process wrote. 
   [Look-ups at run time] in :mod:`fp8_dist.operand.state`);
 * the name of what was settled before: the config and the placements (:func:`settle`);
 * the flags of this call;
-* :func:`context`, which stands for everything else: the library, and the process groups, whose
-  names are constants of the graph.
+* :func:`context`, which stands for everything else: the library, and the process groups. (The
+  names of a mesh's groups are constants of a graph; the key of a DTensor has them.)
 
 Graphs for ``torch.export`` have no such operator, because another process runs them. In inference
 mode torch does not run an operator's implementation before those of tensor subclasses.
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from fp8_dist.linear.call import call_declared, call_linear
 from fp8_dist.mesh import Layout, Placements, layout_over, local_tensor
 from fp8_dist.operand.history import AmaxHistory, HistoryInGraph
 from fp8_dist.operand.state import owner_of
-from fp8_dist.scaling.fingerprint import code_fingerprint
+from fp8_dist.scaling.fingerprint import PROCESS, code_fingerprint
 from fp8_dist.transport import Encoding
 from fp8_dist.weight.casts import WeightCasts
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -61,10 +62,11 @@ class Settled(NamedTuple):
         """The same text for layers of which the same is settled, in all processes."""
         recipe = self.config.recipe
         schemes = [scheme.key for used in recipe.schemes.values() for scheme in used]
-        groups = []
+        ranks, groups = None, None
         if self.declared is not None:
-            groups = [group.group_name for group in self.declared.mesh.get_all_groups()]
-        return f"{self} {schemes} {groups}"
+            mesh = self.declared.mesh
+            ranks, groups = mesh.mesh.tolist(), internals.group_names(mesh)
+        return f"{self} {schemes} {ranks} {groups}"
 
 
 _settled: dict[str, Settled] = {}
@@ -73,8 +75,9 @@ _settled: dict[str, Settled] = {}
 def settle(*facts: Any) -> str:
     """Note what is settled about a layer, the fields of :class:`Settled`; return its name."""
     settled = Settled(*facts)
-    _settled[settled.name] = settled
-    return settled.name
+    name = sys.intern(settled.name)  # guards compare one object faster than equal texts
+    _settled[name] = settled
+    return name
 
 
 class _WeightInGraph(WeightCasts):
@@ -133,7 +136,8 @@ def _is_inference_mode() -> bool:
 def context() -> str:
     """What the implementation of the operator depends on besides its arguments."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return f"{code_fingerprint()} rank {rank} {internals.group_names()}"
+    process = "" if internals.CACHE_TELLS_SUBCLASSES else PROCESS
+    return f"{code_fingerprint()} {process} rank {rank} of {internals.process_groups()}"
 
 
 def linear_in_graph(
@@ -201,7 +205,10 @@ def linear(
 
     Args:
         scales: the scales of a weight that is stored in float8.
+        unsharded: see :attr:`WeightCasts.unsharded`.
         handles: for each of the ``histories`` its handle, and that of a frozen weight.
+        is_parameter: whether ``weight`` is an nn.Parameter, which AOTAutograd hides.
+        context: not used here; a part of the key in torch's caches.
     """
     known = _settled[settled]
     casts: WeightCasts

@@ -258,6 +258,11 @@ class Float8Linear(nn.Linear):
         if name in _SETTLED and "float8_weight" in self.__dict__:
             self._settle()
 
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        if name in _SETTLED and "float8_weight" in self.__dict__:
+            self._settle()
+
     def become_linear(self) -> None:
         """Convert the layer to an nn.Linear in place: the inverse of :func:`become_float8`.
 

@@ -1,5 +1,6 @@
 """A fingerprint of the code that decides what a compiled graph contains."""
 
+import os
 import sys
 from functools import cache
 from hashlib import blake2b
@@ -9,7 +10,7 @@ from uuid import uuid4
 from fp8_dist.scaling.scheme import scheme_classes
 
 _LIBRARY = Path(__file__).resolve().parents[1]
-_PROCESS = uuid4().hex
+PROCESS = uuid4().hex  # a token that no other process has
 
 
 def code_fingerprint() -> str:
@@ -26,8 +27,13 @@ def code_fingerprint() -> str:
 
 @cache
 def _library_code() -> bytes:
+    paths = []
+    for folder, _, files in os.walk(_LIBRARY, followlinks=True):  # some rooms are links
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
+    if not paths:  # an archive, or compiled files alone
+        return PROCESS.encode()
     digest = blake2b()
-    for path in sorted(_LIBRARY.rglob("*.py")):
+    for path in sorted(paths):
         digest.update(path.read_bytes())
     return digest.digest()
 
@@ -35,7 +41,7 @@ def _library_code() -> bytes:
 @cache
 def _code_of_module(name: str) -> bytes:
     file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return _PROCESS.encode()
+    if file is None or not Path(file).is_file():
+        return PROCESS.encode()
     path = Path(file).resolve()
     return b"" if path.is_relative_to(_LIBRARY) else path.read_bytes()

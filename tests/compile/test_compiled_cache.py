@@ -107,12 +107,12 @@ def test_layers_of_other_configs_run_other_graphs() -> None:
 
 def test_graphs_of_other_code_or_groups_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = Float8Linear(32, 32, bias=False), torch.randn(16, 32)
-    names, code = ["0"], ["a"]
-    monkeypatch.setattr(in_graph.internals, "group_names", lambda: tuple(names))
+    groups, code = {"0": [0, 1]}, ["a"]
+    monkeypatch.setattr(in_graph.internals, "process_groups", lambda: groups)
     monkeypatch.setattr(in_graph, "code_fingerprint", lambda: code[0])
     with fresh_inductor_cache():
         assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
-        names.append("1")
+        groups["0"] = [0, 2]
         assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
         code[0] = "b"
         assert [run(layer, x)[1] for _ in range(2)] == [0, 1]

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_tests import on_ranks
 from ranks import device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fp8_dist.fsdp import Float8AllGatherWeight
 from fp8_dist.tensor import Float8Tensor
@@ -58,3 +60,25 @@ def test_no_tensor_runs_the_graph_of_another(tmp_path: Path) -> list[str]:
             found += [] if same else [name]
     texts = dict.fromkeys(str(warning.message).splitlines()[0] for warning in caught)
     return found + [text for text in texts if "_stable_hash_for_caching" in text]
+
+
+@on_ranks(2, returns=[])
+def test_keys_have_the_groups_of_a_mesh_and_the_local_shape() -> list[str]:
+    """What two DTensors differ in that have one key."""
+    found, local = [], torch.zeros(4, 8)
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    meshes = [DeviceMesh.from_group(group, "cpu") for group in groups]
+    assert meshes[0] == meshes[1]
+    assert meshes[0].get_group().group_name != meshes[1].get_group().group_name
+    first, second = (DTensor.from_local(local, mesh, [Replicate()]) for mesh in meshes)
+    if first._stable_hash_for_caching() == second._stable_hash_for_caching():
+        found.append("groups")
+    parts = [
+        DTensor.from_local(
+            torch.zeros(rows, 8), meshes[0], [Shard(0)], shape=(12, 8), stride=(8, 1)
+        )
+        for rows in (5, 7)
+    ]
+    if parts[0]._stable_hash_for_caching() == parts[1]._stable_hash_for_caching():
+        found.append("local shapes")
+    return found
