@@ -10,17 +10,18 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import PrepareModuleInput
 
 from fp8_dist.device import autocast
+from fp8_dist.kernels.custom_op import composite_op
 from fp8_dist.linear import Float8Linear, checks
 from fp8_dist.linear.autograd import Gradients, differentiable_once
 from fp8_dist.mesh import as_dtensor, local_tensor, reduced, with_local
 from fp8_dist.operand import observers
-from fp8_dist.operand.cast import CastToFloat8
+from fp8_dist.operand.cast import cast_with_gradient
 from fp8_dist.operand.history import AmaxHistory
+from fp8_dist.operand.in_graph import context, takes_operators
 from fp8_dist.operand.moves import scheme_of_move
 from fp8_dist.scaling import Scheme
 from fp8_dist.tensor.float8_tensor import Float8Tensor
 from fp8_dist.text import kind_of
-from fp8_dist.torch_internals import allowed_in_graphs
 from fp8_dist.transport import ENCODINGS, Encoding, reduced_to
 
 
@@ -125,7 +126,7 @@ def as_float8_input(
     x = as_dtensor(autocast(x), mesh, (layout,))
     if scheme_of_move(x, "input", (scheme,), (Replicate(),) * x.device_mesh.ndim, owner) is None:
         return x
-    return CastToFloat8.apply(reduced(x), scheme, history)
+    return cast_with_gradient(reduced(x), scheme, history)
 
 
 def share_amaxes(inputs: Sequence[Any]) -> None:
@@ -155,14 +156,20 @@ def gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
     if transport is None:
         return input.redistribute(placements=(Replicate(),))
     checks.check_summed_in_fp32(input, transport, who)
-    return _gathered(input, transport, who)
-
-
-# Dynamo assumes that the gradient of an output has the output's placement, but here it is Partial.
-# So only AOTAutograd, which knows the placement, traces the function.
-@allowed_in_graphs
-def _gathered(input: DTensor, transport: Encoding, who: str) -> DTensor:
+    if torch.compiler.is_compiling() and takes_operators():
+        output: DTensor = _gathered_in_graph(input, transport, who, context())
+        return output
     return _Gather.apply(input, _Spec(who, transport))
+
+
+@composite_op("gather_input(Tensor x, str transport, str who, str context) -> Tensor")
+def _gathered_in_graph(x: DTensor, transport: Encoding, who: str, context: str) -> DTensor:
+    """Operator of :func:`gathered`; ``context`` is a part of the key in torch's caches.
+
+    (Dynamo, if it traced the autograd function, would assume that the gradient of the output has
+    the placement of the output, but it is Partial.)
+    """
+    return _Gather.apply(x, _Spec(who, transport))
 
 
 class _Spec(NamedTuple):

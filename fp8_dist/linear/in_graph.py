@@ -17,19 +17,18 @@ graphs, and because a graph may come from the cache that another process wrote. 
   [Look-ups at run time] in :mod:`fp8_dist.operand.state`);
 * the name of what was settled before: the config and the placements (:func:`settle`);
 * the flags of this call;
-* :func:`context`, which stands for everything else: the library, and the process groups. (The
-  names of a mesh's groups are constants of a graph; the key of a DTensor has them.)
+* :func:`fp8_dist.operand.in_graph.context`, which stands for everything else: the library, and the
+  process groups. (The names of a mesh's groups are constants of a graph; the key of a DTensor has
+  them.)
 
-Graphs for ``torch.export`` have no such operator, because another process runs them. In inference
-mode torch does not run an operator's implementation before those of tensor subclasses.
+A cast to a Float8Tensor is an operator for the same reasons (:mod:`fp8_dist.operand.cast`).
 """
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8_dist import torch_internals as internals
@@ -38,9 +37,9 @@ from fp8_dist.kernels.custom_op import composite_op
 from fp8_dist.linear.autograd import LinearSpec
 from fp8_dist.linear.call import call_declared, call_linear
 from fp8_dist.mesh import Layout, Placements, layout_over, local_tensor
-from fp8_dist.operand.history import AmaxHistory, HistoryInGraph
+from fp8_dist.operand.history import AmaxHistory
+from fp8_dist.operand.in_graph import context, handles_of, history_of
 from fp8_dist.operand.state import owner_of
-from fp8_dist.scaling.fingerprint import PROCESS, code_fingerprint
 from fp8_dist.transport import Encoding
 from fp8_dist.weight.casts import WeightCasts
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -54,7 +53,7 @@ class Settled(NamedTuple):
 
     config: Float8LinearConfig
     output_placements: Placements | None
-    declared: LocalPlacements | None
+    local_placements: LocalPlacements | None
     reduce_transport: Encoding
 
     @property
@@ -63,8 +62,8 @@ class Settled(NamedTuple):
         recipe = self.config.recipe
         schemes = [scheme.key for used in recipe.schemes.values() for scheme in used]
         ranks, groups = None, None
-        if self.declared is not None:
-            mesh = self.declared.mesh
+        if self.local_placements is not None:
+            mesh = self.local_placements.mesh
             ranks, groups = mesh.mesh.tolist(), internals.group_names(mesh)
         return f"{self} {schemes} {ranks} {groups}"
 
@@ -72,9 +71,8 @@ class Settled(NamedTuple):
 _settled: dict[str, Settled] = {}
 
 
-def settle(*facts: Any) -> str:
-    """Note what is settled about a layer, the fields of :class:`Settled`; return its name."""
-    settled = Settled(*facts)
+def settle(settled: Settled) -> str:
+    """Note what is settled about a layer; return its name."""
     name = sys.intern(settled.name)  # guards compare one object faster than equal texts
     _settled[name] = settled
     return name
@@ -97,7 +95,7 @@ class _WeightInGraph(WeightCasts):
         scales: Tensor | None,
     ) -> None:
         assert unsharded is None or isinstance(unsharded, KnownWeight)
-        self.config, self._declared = settled.config, settled.declared
+        self.config, self._declared = settled.config, settled.local_placements
         self.handle, self.histories = handle, histories
         self.history = histories.get("weight")
         self.unsharded, self._scales = unsharded, scales
@@ -120,26 +118,6 @@ class _WeightInGraph(WeightCasts):
         return self._scales
 
 
-def is_operator() -> bool:
-    """Whether the graph that is traced has layers as operators."""
-    if not torch.compiler.is_dynamo_compiling() or internals.is_exporting():
-        return False
-    return not _is_inference_mode()
-
-
-@internals.constant_in_graphs
-def _is_inference_mode() -> bool:
-    return torch.is_inference_mode_enabled()
-
-
-@internals.constant_in_graphs
-def context() -> str:
-    """What the implementation of the operator depends on besides its arguments."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    process = "" if internals.CACHE_TELLS_SUBCLASSES else PROCESS
-    return f"{code_fingerprint()} {process} rank {rank} of {internals.process_groups()}"
-
-
 def linear_in_graph(
     input: Tensor,
     weight: Tensor,
@@ -155,9 +133,9 @@ def linear_in_graph(
         settled: the name of what is settled about the layer.
         is_prepared: whether the input is shared by layers and has an amax history.
     """
-    handles = []
+    history_handles: list[Tensor] = []
     for history in owner.histories.values():
-        handles += [history.handle, history.frozen.handle]
+        history_handles += handles_of(history)
     scales = None
     if isinstance(local_tensor(weight), StoredFloat8):
         scales = owner.scales_of_stored()
@@ -168,7 +146,7 @@ def linear_in_graph(
         scales,
         owner.unsharded if owner.is_in_fsdp else None,
         owner.handle,
-        handles,
+        history_handles,
         [*owner.histories],
         isinstance(weight, torch.nn.Parameter),
         owner.is_in_fsdp,
@@ -182,7 +160,7 @@ def linear_in_graph(
 
 @composite_op(
     "linear(Tensor input, Tensor weight, Tensor? bias, Tensor? scales, Tensor? unsharded, "
-    "Tensor handle, Tensor[] handles, str[] histories, bool is_parameter, "
+    "Tensor handle, Tensor[] history_handles, str[] histories, bool is_parameter, "
     "bool is_in_fsdp, bool is_prepared, bool training, str settled, str context) -> Tensor",
 )
 def linear(
@@ -192,7 +170,7 @@ def linear(
     scales: Tensor | None,
     unsharded: Tensor | None,
     handle: Tensor,
-    handles: Sequence[Tensor],
+    history_handles: Sequence[Tensor],
     histories: Sequence[str],
     is_parameter: bool,
     is_in_fsdp: bool,
@@ -206,7 +184,7 @@ def linear(
     Args:
         scales: the scales of a weight that is stored in float8.
         unsharded: see :attr:`WeightCasts.unsharded`.
-        handles: for each of the ``histories`` its handle, and that of a frozen weight.
+        histories, history_handles: the names of the layer's histories, and two handles of each.
         is_parameter: whether ``weight`` is an nn.Parameter, which AOTAutograd hides.
         context: not used here; a part of the key in torch's caches.
     """
@@ -214,8 +192,8 @@ def linear(
     casts: WeightCasts
     if isinstance(handle, internals.STAND_INS):
         by_name: dict[str, AmaxHistory] = {}
-        for name, own, frozen in zip(histories, handles[::2], handles[1::2], strict=True):
-            by_name[name] = HistoryInGraph(own, frozen)
+        for i, name in enumerate(histories):
+            by_name[name] = history_of(history_handles[2 * i : 2 * i + 2])
         if is_parameter:
             internals.mark_as_parameter(weight)
         casts = _WeightInGraph(known, handle, by_name, is_in_fsdp, unsharded, scales)
@@ -231,6 +209,6 @@ def linear(
         is_prepared=is_prepared,
         reduce_transport=known.reduce_transport,
     )
-    if known.declared is not None:
-        return call_declared(input, weight, bias, spec, known.declared)
+    if known.local_placements is not None:
+        return call_declared(input, weight, bias, spec, known.local_placements)
     return call_linear(input, weight, bias, weight, spec)

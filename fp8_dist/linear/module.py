@@ -17,10 +17,11 @@ from fp8_dist.env import strict_alignment
 from fp8_dist.linear.autograd import LinearSpec
 from fp8_dist.linear.call import call_declared, call_linear
 from fp8_dist.linear.class_change import change_class, why_class_is_kept, why_forward_is_kept
-from fp8_dist.linear.in_graph import is_operator, linear_in_graph, settle
+from fp8_dist.linear.in_graph import Settled, linear_in_graph, settle
 from fp8_dist.mesh import Placements
 from fp8_dist.operand.cast import check_layout
 from fp8_dist.operand.history import AMAXES_KEY, AmaxHistory, load_histories
+from fp8_dist.operand.in_graph import takes_operators
 from fp8_dist.torch_internals import is_exporting, own_load_hooks
 from fp8_dist.transport import Encoding
 from fp8_dist.weight.float8_weight import Float8Weight
@@ -150,9 +151,8 @@ class Float8Linear(nn.Linear):
 
     def _settle(self) -> None:
         """Note what is settled about the layer, for graphs."""
-        self.settled = settle(
-            self.config, self.output_placements, self.local_placements, self.reduce_transport
-        )
+        facts = {name: getattr(self, name) for name in Settled._fields}
+        self.settled = settle(Settled(**facts))
 
     def to_linear(self) -> nn.Linear:
         """Return a new nn.Linear that shares this layer's parameters, as plain tensors.
@@ -199,7 +199,7 @@ class Float8Linear(nn.Linear):
                 f"got an input of shape {tuple(input.shape)}"
             )
         is_prepared = bool(self.histories) and self.prepared_input is not None
-        if torch.compiler.is_compiling() and is_operator():
+        if torch.compiler.is_compiling() and takes_operators():
             owner = self.float8_weight
             return linear_in_graph(input, weight, self.bias, owner, self.settled, is_prepared)
         if self.histories and is_exporting():
@@ -255,12 +255,12 @@ class Float8Linear(nn.Linear):
             elif name in ("config", "fqn"):
                 setattr(self.float8_weight, name, value)
         super().__setattr__(name, value)
-        if name in _SETTLED and "float8_weight" in self.__dict__:
+        if name in Settled._fields and "float8_weight" in self.__dict__:
             self._settle()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        if name in _SETTLED and "float8_weight" in self.__dict__:
+        if name in Settled._fields and "float8_weight" in self.__dict__:
             self._settle()
 
     def become_linear(self) -> None:
@@ -315,7 +315,6 @@ class Float8Linear(nn.Linear):
 
 
 # Attributes whose values are settled before a call.
-_SETTLED = ("config", "output_placements", "local_placements", "reduce_transport")
 
 # Attributes of a Float8Linear that an nn.Linear does not have.
 _OWN_ATTRIBUTES = tuple(Float8Linear.__annotations__)

@@ -1,5 +1,6 @@
 """Casts to float8, differentiable and DTensor-aware."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,10 +8,12 @@ from torch.autograd import forward_ad
 
 from fp8_dist import scaling
 from fp8_dist.config import CastConfig, ScalingGranularity, ScalingType
+from fp8_dist.kernels.custom_op import composite_op
 from fp8_dist.mesh import Layout, local_tensor, reduced
 from fp8_dist.operand.history import AmaxHistory
+from fp8_dist.operand.in_graph import context, handles_of, history_of, takes_operators
 from fp8_dist.operand.prepare import as_float8
-from fp8_dist.scaling import Scheme
+from fp8_dist.scaling import Scheme, scheme_named
 from fp8_dist.tensor import Float8Tensor
 from fp8_dist.text import kind_of, wrong_type
 from fp8_dist.torch_internals import (
@@ -83,7 +86,33 @@ def cast_to_float8(
         )
     if dim is not None:
         scheme = scaling.covering((dim % tensor.ndim,), scheme, tensor.ndim)
-    return CastToFloat8.apply(reduced(tensor), scheme, None)
+    return cast_with_gradient(reduced(tensor), scheme)
+
+
+def cast_with_gradient(
+    tensor: torch.Tensor, scheme: Scheme, history: AmaxHistory | None = None
+) -> torch.Tensor:
+    """Cast a tensor, or a DTensor without Partial placements; the gradient passes unchanged.
+
+    ``history``: the amax history of a DELAYED scale.
+    """
+    if torch.compiler.is_compiling() and takes_operators():
+        handles = [] if history is None else handles_of(history)
+        low: torch.Tensor = _cast_in_graph(tensor, handles, scheme.key, context())
+        return low
+    return _CastToFloat8.apply(tensor, scheme, history)
+
+
+@composite_op("to_float8(Tensor x, Tensor[] handles, str scheme, str context) -> Tensor")
+def _cast_in_graph(
+    x: torch.Tensor, handles: Sequence[torch.Tensor], scheme: str, context: str
+) -> torch.Tensor:
+    """Operator of :func:`cast_with_gradient`.
+
+    ``context``: not used here; a part of the key in torch's caches.
+    """
+    history = history_of(handles) if handles else None
+    return _CastToFloat8.apply(x, scheme_named(scheme), history)
 
 
 def check_layout(name: str, tensor: torch.Tensor) -> None:
@@ -147,7 +176,7 @@ def _check_dim(
         raise ValueError(f"cast_to_float8: dim={dim}, but the tensor has {tensor.ndim} dims")
 
 
-class CastToFloat8(torch.autograd.Function):
+class _CastToFloat8(torch.autograd.Function):
     """Cast whose gradient passes unchanged."""
 
     @staticmethod

@@ -157,7 +157,10 @@ class AmaxHistory(State):
 
 
 class HistoryInGraph(AmaxHistory):
-    """An amax history, as far as a graph knows it: by the handles that operators take."""
+    """An amax history, as far as a graph knows it: by the handles that operators take.
+
+    It has no amaxes, so it is not initialized as its base class is.
+    """
 
     def __init__(self, handle: torch.Tensor, of_frozen: torch.Tensor) -> None:
         self.handle = handle

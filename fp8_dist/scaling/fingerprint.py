@@ -5,9 +5,10 @@ import sys
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from fp8_dist.scaling.scheme import scheme_classes
+from fp8_dist.scaling.scheme import Scheme, scheme_classes
 
 _LIBRARY = Path(__file__).resolve().parents[1]
 PROCESS = uuid4().hex  # a token that no other process has
@@ -16,12 +17,14 @@ PROCESS = uuid4().hex  # a token that no other process has
 def code_fingerprint() -> str:
     """The hash of the library's code, and of the modules that define other scaling schemes.
 
-    Processes with the same code have the same fingerprint. A scheme that no file defines, such as
-    one of a notebook, may change, so its process has a fingerprint of its own.
+    Processes with the same code have the same fingerprint. It does not cover what such a module
+    imports. A scheme that no file defines, such as one of a notebook, may change, so each of its
+    classes has a fingerprint of its own.
     """
     digest = blake2b(_library_code(), digest_size=16)
-    for scheme in scheme_classes():
-        digest.update(_code_of_module(scheme.__module__))
+    classes: list[Any] = [*scheme_classes()]  # for mypy they are not hashable
+    for code in sorted(map(_code_of, classes)):
+        digest.update(code)
     return digest.hexdigest()
 
 
@@ -39,9 +42,10 @@ def _library_code() -> bytes:
 
 
 @cache
-def _code_of_module(name: str) -> bytes:
-    file = getattr(sys.modules.get(name), "__file__", None)
+def _code_of(scheme: type[Scheme]) -> bytes:
+    """The code of the module that defines a class, when the class is first seen."""
+    file = getattr(sys.modules.get(scheme.__module__), "__file__", None)
     if file is None or not Path(file).is_file():
-        return PROCESS.encode()
+        return uuid4().bytes
     path = Path(file).resolve()
     return b"" if path.is_relative_to(_LIBRARY) else path.read_bytes()

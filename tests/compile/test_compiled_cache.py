@@ -10,10 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from nets import Net
+import torch.distributed as dist
+from nets import Block, GatedMLP, Net, full
+from rank_tests import on_ranks
+from ranks import device_mesh
+from reference import same_bits
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from fp8_dist import (
     Float8Linear,
@@ -21,7 +27,13 @@ from fp8_dist import (
     convert_to_float8_training,
     update_float8_scales,
 )
-from fp8_dist.linear import in_graph
+from fp8_dist.operand import in_graph
+from fp8_dist.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from fp8_dist.transport import Encoding
 
 RECIPES = ("tensorwise", "rowwise_folded", "mxfp8", "delayed")
 
@@ -116,3 +128,49 @@ def test_graphs_of_other_code_or_groups_are_not_taken(monkeypatch: pytest.Monkey
         assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
         code[0] = "b"
         assert [run(layer, x)[1] for _ in range(2)] == [0, 1]
+
+
+def tensor_parallel_step(
+    recipe: str, transport: Encoding, compiles: bool
+) -> tuple[dict[str, torch.Tensor], int]:
+    """The output and the gradients of layers that share an input, and the hits of the cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    mlp = GatedMLP(64, 96)
+    convert_to_float8_training(mlp, config=Float8LinearConfig.from_recipe_name(recipe))
+    at: dict[str, Any] = {"input_layouts": Shard(1), "desired_input_layouts": Replicate()}
+    plan: dict[str, Any] = {
+        "": PrepareFloat8ModuleInput(**at, reduce_transport=transport),
+        "w1": Float8ColwiseParallel(),
+        "w3": Float8ColwiseParallel(),
+        "w2": Float8RowwiseParallel(output_layouts=Shard(1), reduce_transport=transport),
+    }
+    parallelize_module(mlp, device_mesh(tp=2), plan)
+    block = Block(mlp)
+    if compiles:
+        block.compile(fullgraph=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(2, 4, 64, generator=generator).requires_grad_()
+    output = block(x)
+    output.square().mean().backward()
+    assert x.grad is not None
+    found = {"output": output, "input": x.grad}
+    for name, parameter in mlp.named_parameters():
+        if parameter.ndim > 1:  # Inductor sums the gradients of biases in another order
+            found[name] = full(parameter.grad)
+    return found, counters["aot_autograd"]["autograd_cache_hit"]
+
+
+@pytest.mark.parametrize("transport", [None, "float8"])
+@on_ranks(2)
+def test_tensor_parallel_layers_share_graphs(transport: Encoding) -> None:
+    """The cast, the gather and the reduction of a shared input are in cached graphs, too."""
+    with fresh_inductor_cache():
+        for recipe in ("tensorwise", "delayed"):
+            expected, _ = tensor_parallel_step(recipe, transport, compiles=False)
+            for turn in range(2):
+                found, hits = tensor_parallel_step(recipe, transport, compiles=True)
+                assert hits == turn, recipe
+                wrong = [n for n in expected if not same_bits(expected[n], found[n])]
+                assert wrong == [], f"{recipe} {wrong}"

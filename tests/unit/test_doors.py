@@ -50,7 +50,7 @@ OTHER_KERNELS = {
 DOORS = {
     "fp8_dist.operand.prepare.cast_local": {"cast": 1, "cast_in_graph": 1},
     "fp8_dist.operand.state.look_up": {"cast_operator": 1},
-    "fp8_dist.operand.cast.CastToFloat8.forward": {"to": 1},
+    "fp8_dist.operand.cast._CastToFloat8.forward": {"to": 1},
     "fp8_dist.fsdp.weight._cast_together": {"cast_each": 1},
     "fp8_dist.linear.rowwise_folded.folded_gradients": {"fold_gradient": 1},
     "fp8_dist.linear.rowwise_folded._fold_distributed": {"quantize": 2, "fold_weight_scale": 1},
