@@ -6,6 +6,7 @@ names it and the release.
 
 import gc
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -301,6 +302,20 @@ if CACHE_TELLS_SUBCLASSES:
         return f"{_hash_of_dtensor(self)} {group_names(self.device_mesh)} {of_local}"
 
     DTensor._stable_hash_for_caching = _hash_with_local  # type: ignore[method-assign]
+
+
+def module_being_traced() -> str | None:
+    """The name of the module that calls an operator while dynamo adds the operator to a graph.
+
+    It is for messages: dynamo has one graph for modules with different names.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    current_node = getattr(utils, "get_current_node", lambda: None)  # private
+    node = current_node()
+    if node is None or not (stack := node.meta.get("nn_module_stack")):
+        return None
+    path, _ = [*stack.values()][-1]
+    return re.sub(r"^L\['\w+'\]\.?|_modules\['(\w+)'\]", r"\1", str(path))
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -81,7 +81,6 @@ def settle(settled: Settled) -> str:
 class _WeightInGraph(WeightCasts):
     """The weight of a layer, as far as the operator knows it."""
 
-    fqn = "a float8 layer"  # layers with different names share a graph
     name = "weight"
     scales_name = "weight_scale_inv"
 
@@ -96,6 +95,7 @@ class _WeightInGraph(WeightCasts):
     ) -> None:
         assert unsharded is None or isinstance(unsharded, KnownWeight)
         self.config, self._declared = settled.config, settled.local_placements
+        self.fqn = internals.module_being_traced() or "a float8 layer"
         self.handle, self.histories = handle, histories
         self.history = histories.get("weight")
         self.unsharded, self._scales = unsharded, scales

@@ -512,3 +512,23 @@ def test_sparse_tensors(layout: torch.layout) -> None:
     with pytest.raises(NotImplementedError, match=f"cast_to_float8: the input has .* {layout}"):
         cast_to_float8(sparse, CastConfig())
     assert layer(sparse.to_dense()).equal(layer(x))
+
+
+class CastOtherwise(nn.Module):
+    """A layer whose input was cast for another recipe than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = Float8LinearConfig.from_recipe_name("rowwise")
+        self.layer, self.cast = Float8Linear(32, 32, config=config), CastConfig()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(cast_to_float8(x, self.cast))
+
+
+def test_errors_name_the_module() -> None:
+    """Like blocks share a graph, but the one that is traced has a name."""
+    compiled = torch.compile(nn.Sequential(CastOtherwise()), backend="eager", fullgraph=True)
+    x = torch.randn(16, 32)
+    error = raised(torch._dynamo.exc.TorchRuntimeError, lambda: compiled(x))
+    assert 'ValueError("0.layer: ' in error
