@@ -10,7 +10,8 @@ the CUDA driver and NCCL. "NAME:c" compiles each block of the candidate.
 
 "x bf16" compares with bf16 that is compiled, or not, like the candidate. The parts are the update
 of scales, forward and backward of all micro-batches, and AdamW (foreach). The time per linear layer
-is that of the step, divided by the number of linear layers in blocks.
+is that of the step, divided by the number of linear layers in blocks. "guards" is the number of
+conditions that dynamo checks whenever it calls a compiled block.
 
 With `--experts` the feed-forward of each block is a router and experts, of which each token uses
 two. Their weights are three grouped linear layers, which bf16 multiplies with `F.grouped_mm`, after

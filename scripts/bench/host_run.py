@@ -5,17 +5,19 @@ import gc
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scripts.bench import timing
 from scripts.bench.host import COMPILED
 from scripts.bench.timing import Timed, milliseconds, ratio
-from scripts.common.llama import LlamaConfig
+from scripts.common.llama import Llama, LlamaConfig
 from scripts.common.markdown import table
-from scripts.common.models import after_step, build
+from scripts.common.models import after_step, build, parts_to_compile
 from scripts.common.recipes import BF16
 from scripts.common.report import finish
 from scripts.common.sizes import Mixture
@@ -27,10 +29,16 @@ TOKENS, VOCABULARY, HEADS, TOP_K, WARM_UP = 1024, 1024, 16, 2, 3
 Step = Counter[str]  # seconds by part
 
 
-def step_of(
-    candidate: str, mesh: DeviceMesh, args: argparse.Namespace
-) -> tuple[Callable[[], None], list[Step]]:
-    """A candidate's step, and a list to which each run adds its seconds."""
+class Candidate(NamedTuple):
+    """A candidate to time."""
+
+    model: Llama
+    step: Callable[[], None]
+    steps: list[Step]  # each step adds its seconds
+
+
+def candidate_of(candidate: str, mesh: DeviceMesh, args: argparse.Namespace) -> Candidate:
+    """Build a candidate."""
     name, compiled, _ = candidate.partition(COMPILED)
     widths = (HEADS, HEADS, 4 * args.dim, VOCABULARY)
     mixture = args.experts and Mixture(args.experts, min(TOP_K, args.experts), args.dim)
@@ -62,22 +70,37 @@ def step_of(
             seconds[part] += clock() - begin
         steps.append(seconds)
 
-    return step, steps
+    return Candidate(model, step, steps)
 
 
-def measure(mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, list[Step]]:
-    """The timed steps of each candidate, and of the bf16 to compare it with."""
+def guards_of(model: Llama) -> int | None:
+    """The number of conditions that dynamo checks in a call of a compiled block; else None."""
+    count = 0
+    for part in parts_to_compile(model.layers[0]):
+        # (Only a compiled part has a forward of its own, see compile_blocks.)
+        if "forward" not in vars(part):
+            return None
+        (entry,) = _debug_get_cache_entry_list(part.forward.__func__.__code__)
+        lines = str(entry.guard_manager).splitlines()
+        count += sum("+- " in line and "Manager" not in line for line in lines)
+    return count
+
+
+def measure(mesh: DeviceMesh, args: argparse.Namespace) -> dict[str, Candidate]:
+    """Time each candidate, and the bf16 to compare it with."""
     names = dict.fromkeys([*map(bf16_for, args.candidates), *args.candidates])
-    made = {name: step_of(name, mesh, args) for name in names}
-    for step, _ in made.values():
-        step()  # compiles
+    made = {name: candidate_of(name, mesh, args) for name in names}
+    for candidate in made.values():
+        candidate.step()  # compiles
     # Collect garbage between steps, and only that of steps.
     gc.disable()
     gc.collect()
     gc.freeze()
-    timed = {name: Timed(step, gc.collect) for name, (step, _) in made.items()}
+    timed = {name: Timed(candidate.step, gc.collect) for name, candidate in made.items()}
     timing.medians(timed, args, warm_up=WARM_UP, description="host")
-    return {name: steps[-args.repeat :] for name, (_, steps) in made.items()}
+    for candidate in made.values():
+        del candidate.steps[: -args.repeat]
+    return made
 
 
 def bf16_for(candidate: str) -> str:
@@ -85,19 +108,20 @@ def bf16_for(candidate: str) -> str:
     return BF16 + COMPILED * candidate.endswith(COMPILED)
 
 
-def host_table(by_name: dict[str, list[Step]], layers: int) -> str:
+def host_table(by_name: dict[str, Candidate], layers: int) -> str:
     """A line per candidate: CPU time of a step, also relative to bf16's, and of its parts."""
     lines = []
-    for name, steps in by_name.items():
-        cells = [name]
+    for name, candidate in by_name.items():
+        steps, cells = candidate.steps, [name]
         for figure in (statistics.median, min):
-            mine, bf16 = figure(totals(steps)), figure(totals(by_name[bf16_for(name)]))
+            mine, bf16 = figure(totals(steps)), figure(totals(by_name[bf16_for(name)].steps))
             cells += [milliseconds(mine), ratio(mine, bf16)]
         cells.append(f"{1e6 * statistics.median(totals(steps)) / layers:.0f}")
         parts = (statistics.median(step[part] for step in steps) for part in PARTS)
-        lines.append([*cells, *map(milliseconds, parts)])
+        guards = guards_of(candidate.model)
+        lines.append([*cells, *map(milliseconds, parts), "" if guards is None else f"{guards:,}"])
     head = ["candidate", "CPU ms", "x bf16", "minimum", "x bf16", "us per linear layer", *PARTS]
-    return table(head, lines, "lr")
+    return table([*head, "guards"], lines, "lr")
 
 
 def totals(steps: Sequence[Step]) -> list[float]:
