@@ -199,17 +199,19 @@ class Float8AllGatherWeight(KnownWeight):
         data, *arrived = all_gather_outputs
         gather, scales = metadata
         is_packed = gather.plan.packed
-        if out is not None and not (arrived or is_packed):
-            _unsharded_weight(out).set_scales(scales)  # FSDP2 refilled the storage of the data
+        unsharded = None if out is None else local_tensor(out)
+        assert unsharded is None or isinstance(unsharded, Float8Tensor), type(unsharded)
+        if unsharded is not None and not (arrived or is_packed):
+            unsharded.set_scales(scales)  # FSDP2 refilled the storage of the data
             return None
         # FSDP2 keeps the weight with its buffers. They are inference tensors if the first gather
         # was in inference mode, and a normal tensor can't be on top of them.
-        with torch.inference_mode(data.is_inference()), torch.no_grad():
+        is_inference = data.is_inference()
+        with torch.inference_mode(is_inference), torch.no_grad():
             if arrived:
                 scales = _with_arrived(scales, arrived, gather)
-            if out is None:
+            if unsharded is None:
                 return _unsharded(data, scales, gather, param_dtype)
-            unsharded = _unsharded_weight(out)
             unsharded.set_scales(scales)
             if is_packed:
                 _unpack(data, unsharded.qdata, gather.kept.schemes[0])
@@ -250,13 +252,6 @@ def _with_arrived(known: Scales, arrived: Sequence[torch.Tensor], gather: Gather
         shape = scheme.levels[i].shape(gather.size, scheme.start(gather.arrives))
         scales[i] = scale.view(scheme.levels[i].scale).reshape(shape)
     return tuple(scales)
-
-
-def _unsharded_weight(parameter: torch.Tensor) -> Float8Tensor:
-    """The local tensor of an unsharded parameter that FSDP2 keeps between gathers."""
-    local = local_tensor(parameter)
-    assert isinstance(local, Float8Tensor), type(local)
-    return local
 
 
 def _unsharded(
